@@ -1,0 +1,1 @@
+"""One child process: how it is started, listened to, and ended."""

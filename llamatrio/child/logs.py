@@ -1,0 +1,82 @@
+"""The log channel of one child, and its way to stdlib logging.
+
+A child whose stderr is not read stops within 64 KiB (llama.cpp b11434 answers no request then and
+does not obey `exit`), so nobody who reads logs may ever hold up the pump: a full channel loses its
+oldest lines, counted, and the handlers run in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import trio
+from trio.lowlevel import enable_ki_protection
+
+LEVELS: Final = {
+    "D": logging.DEBUG,
+    "I": logging.INFO,
+    "W": logging.WARNING,
+    "E": logging.ERROR,
+}
+_BATCH: Final = 100
+
+
+class LogChannel:
+    """A bounded channel of log lines that never makes its writer wait.
+
+    Args:
+      lines: How many lines may wait; beyond that the oldest is dropped.
+    """
+
+    def __init__(self, lines: int) -> None:
+        self._send, self._receive = trio.open_memory_channel[str](lines)
+        self.dropped = 0
+
+    def put(self, line: str) -> None:
+        """Add a line, at the cost of the oldest one if the channel is full."""
+        while True:
+            try:
+                self._send.send_nowait(line)
+            except trio.WouldBlock:
+                self._receive.receive_nowait()
+                self.dropped += 1
+            except trio.BrokenResourceError:
+                self.dropped += 1  # the reader has left
+                return
+            else:
+                return
+
+    def close(self) -> None:
+        """Say that no line will follow. The reader still gets what is there."""
+        self._send.close()
+
+    @enable_ki_protection
+    async def forward(self, logger: logging.Logger) -> None:
+        """Hand lines to a logger until the channel is closed and empty.
+
+        Cancellation: a handler that is running is left to end in its thread.
+        """
+        limiter = trio.CapacityLimiter(1)
+        with self._receive:
+            async for line in self._receive:
+                lines = [line]
+                while len(lines) < _BATCH and self._receive.statistics().current_buffer_used:
+                    lines.append(self._receive.receive_nowait())
+                records = [(level(one), one) for one in lines]
+                wanted = [record for record in records if logger.isEnabledFor(record[0])]
+                if wanted:
+                    await trio.to_thread.run_sync(
+                        _log, logger, wanted, limiter=limiter, abandon_on_cancel=True
+                    )
+
+
+def _log(logger: logging.Logger, records: list[tuple[int, str]]) -> None:
+    for severity, line in records:
+        logger.log(severity, "%s", line)
+
+
+def level(line: str) -> int:
+    """Map the letter in llama.cpp's second column to a logging level; a bare line is a warning."""
+    columns = line.split(maxsplit=2)
+    return LEVELS.get(columns[1], logging.WARNING) if len(columns) > 1 else logging.WARNING

@@ -1,0 +1,124 @@
+"""A child process on Linux, macOS and the BSDs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+import trio
+
+from llamatrio.child.launch import Launch
+
+assert sys.platform != "win32"
+
+if sys.platform == "linux":
+    import resource
+
+    from llamatrio.child.pidfd import wait_exiting
+else:
+    from llamatrio.child.kqueue import wait_exiting
+
+
+class ChildProcess:
+    """A spawned process, the leader of a session of its own, and our ends of its three pipes."""
+
+    def __init__(
+        self, popen: subprocess.Popen[bytes], stdin: int, stdout: int, stderr: int
+    ) -> None:
+        self._popen = popen
+        self._stdin: int | None = stdin
+        self.pid = popen.pid
+        self.stdout = trio.lowlevel.FdStream(stdout)
+        self.stderr = trio.lowlevel.FdStream(stderr)
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code once it is reaped; negative for a signal."""
+        return self._popen.returncode
+
+    async def wait(self) -> None:
+        """Wait until the process has ended, without reaping it."""
+        await wait_exiting(self.pid)
+
+    async def write_stdin(self, data: bytes) -> None:
+        """Write a few bytes into the pipe, which is empty: they always fit."""
+        if self._stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # the process is ending by itself
+                os.write(self._stdin, data)
+
+    def close_stdin(self) -> None:
+        """Let the process see the end of its stdin."""
+        if self._stdin is not None:
+            os.close(self._stdin)
+            self._stdin = None
+
+    def terminate(self) -> None:
+        """Ask the process to end, by SIGTERM."""
+        os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the process and all that is left of its group, by SIGKILL.
+
+        Must come before `reap`: afterwards the number may belong to somebody else.
+        """
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: only zombies left
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Take the exit code of an ended process."""
+        self._popen.poll()
+
+    def close(self) -> None:
+        """Close our ends of the pipes."""
+        self.close_stdin()
+        self.stdout.close()
+        self.stderr.close()
+
+
+async def spawn(launch: Launch) -> ChildProcess:
+    """Start a process.
+
+    There is no checkpoint in here, and the fork is made by the calling thread: nothing can come
+    between the spawn and its owner, and a parent-death signal of the child would be tied to a
+    thread that lives as long as the run.
+
+    Raises:
+      OSError: if the program cannot be executed; nothing is left then.
+    """
+    theirs: list[int] = []
+    ours: list[int] = []
+    try:
+        for read_end_is_theirs in (True, False, False):
+            ends = os.pipe()
+            theirs.append(ends[0 if read_end_is_theirs else 1])
+            ours.append(ends[1 if read_end_is_theirs else 0])
+        popen = subprocess.Popen(  # noqa: ASYNC220 - see above: it must not be elsewhere
+            launch.command,
+            stdin=theirs[0],
+            stdout=theirs[1],
+            stderr=theirs[2],
+            env=dict(launch.environ),
+            start_new_session=True,
+        )
+    except BaseException:
+        for fd in ours:
+            os.close(fd)
+        raise
+    finally:
+        for fd in theirs:
+            os.close(fd)
+    if sys.platform == "linux":
+        _forbid_core_dump(popen.pid)
+    return ChildProcess(popen, *ours)
+
+
+if sys.platform == "linux":
+
+    def _forbid_core_dump(pid: int) -> None:
+        # A dump would be as large as the model. From outside, because code between fork and exec
+        # is not safe beside threads.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))

@@ -1,0 +1,233 @@
+"""The life of one child process, from its spawn to its reaping: `run_child`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Protocol
+
+import trio
+from trio.lowlevel import enable_ki_protection
+
+from llamatrio.child.exits import Exit
+from llamatrio.child.launch import Ladder, Launch
+from llamatrio.child.logs import LogChannel
+from llamatrio.child.pumps import Tail, Tally, pump_logs, pump_state
+from llamatrio.errors import ChildError, NoHandshake, SpawnError, Unkillable
+from llamatrio.wire.records import EXIT_LINE, Ready, Record
+
+if sys.platform == "win32":
+    from llamatrio.child.windows import ChildProcess, spawn
+else:
+    from llamatrio.child.posix import ChildProcess, spawn
+
+
+class Listener(Protocol):
+    """What `run_child` tells. None of these may wait."""
+
+    def on_spawn(self, pid: int) -> None:
+        """Take the number of the process."""
+
+    def on_record(self, record: Record) -> None:
+        """Take a record of the child's stdout.
+
+        A `ChildError` that this raises is a fault of the child: it is ended for it.
+        """
+
+    def on_unexpected(self, data: bytes) -> None:
+        """Take a line of the child's stdout that is no record. It means nothing."""
+
+    def on_exit(self, exit: Exit, fault: ChildError | None) -> None:
+        """Take the end, once, after everything else: after the last record, after the reaping.
+
+        Args:
+          exit: How the process ended.
+          fault: Why we ended it, if it was at fault: what `on_record` raised, no first record in
+            time (`NoHandshake`), or a process that did not die (`Unkillable`).
+        """
+
+
+@enable_ki_protection
+async def run_child(
+    launch: Launch,
+    listener: Listener,
+    logs: LogChannel,
+    tally: Tally,
+) -> None:
+    """Run one child process to its end.
+
+    Args:
+      launch: What to start.
+      listener: Is told what happens, in tasks of this call.
+      logs: Takes the child's stderr, line by line. It stays open.
+      tally: Where to count what comes out of the pipes.
+
+    Cancellation: ends the child, by the stop ladder. Requests that are open on its socket must be
+    closed before, or it does not obey its exit line. The call returns when the process has been
+    reaped, at the latest when every rung of the ladder has had its time.
+
+    Raises:
+      SpawnError: if the program cannot be executed. Nothing was started, and no callback called.
+    """
+    try:
+        process = await spawn(launch)
+    except OSError as exc:
+        raise SpawnError(launch.command[0], exc.strerror or str(exc)) from exc
+    child = _Child(process, launch, listener, logs, tally)
+    try:
+        listener.on_spawn(process.pid)
+        await child.run()
+    finally:
+        listener.on_exit(child.describe_exit(), child.fault)
+
+
+class _Child:
+    def __init__(
+        self,
+        process: ChildProcess,
+        launch: Launch,
+        listener: Listener,
+        logs: LogChannel,
+        tally: Tally,
+    ) -> None:
+        self.process = process
+        self.launch = launch
+        self.listener = listener
+        self.logs = logs
+        self.tally = tally
+        self.tail = Tail(launch.bounds.tail)
+        self.fault: ChildError | None = None
+        self.asked = False
+        self.exited = False
+        self.first_record = trio.Event()
+        self.ready_at: float | None = None
+        self.alive = trio.CancelScope()  # around the wait for the exit; a fault cancels it
+        self.reading = trio.CancelScope(shield=True)
+        self.drained = trio.Event()
+
+    @enable_ki_protection
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.pump)
+            nursery.start_soon(self.watch_handshake)
+            try:
+                with self.alive:
+                    await self.process.wait()
+                    self.exited = True
+            except trio.Cancelled:
+                self.asked = True
+                raise
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self.end()
+                nursery.cancel_scope.cancel()
+
+    @enable_ki_protection
+    async def pump(self) -> None:
+        """Read both pipes; shielded, so that the ladder does not stop the draining of stderr."""
+        process, bounds = self.process, self.launch.bounds
+        try:
+            with self.reading:
+                async with trio.open_nursery() as pumps:
+                    pumps.start_soon(
+                        pump_state,
+                        process.stdout,
+                        bounds.state_line,
+                        self.tally,
+                        self.take,
+                        self.listener.on_unexpected,
+                    )
+                    pumps.start_soon(
+                        pump_logs,
+                        process.stderr,
+                        bounds.log_line,
+                        self.tally,
+                        self.tail,
+                        self.logs,
+                        self.launch.secrets,
+                    )
+        finally:
+            self.drained.set()
+
+    def take(self, record: Record) -> None:
+        self.first_record.set()
+        if isinstance(record, Ready) and self.ready_at is None:
+            self.ready_at = trio.current_time()
+        try:
+            self.listener.on_record(record)
+        except ChildError as exc:
+            self.give_up(exc)
+
+    def give_up(self, fault: ChildError) -> None:
+        self.fault = self.fault or fault
+        self.alive.cancel()
+
+    @enable_ki_protection
+    async def watch_handshake(self) -> None:
+        seconds = self.launch.bounds.handshake
+        with trio.move_on_after(seconds):
+            await self.first_record.wait()
+            return
+        message = f"the child wrote no lifecycle record within {seconds:g} s"
+        self.give_up(NoHandshake(message, stderr_tail=str(self.tail)))
+
+    async def end(self) -> None:
+        """See the process to its end, whatever state it is in, and close everything."""
+        try:
+            if not self.exited:
+                await climb_ladder(self.process, self.launch.ladder, self.ready_at)
+            # A child that ended by itself may have left others in its group; they are ours too.
+            self.process.kill()
+            self.process.reap()
+            with trio.move_on_after(self.launch.bounds.drain):
+                await self.drained.wait()
+        finally:
+            self.reading.cancel()
+            await self.drained.wait()
+            self.process.close()
+        if self.process.returncode is None:
+            self.fault = Unkillable(f"process {self.process.pid} survived SIGKILL")
+
+    def describe_exit(self) -> Exit:
+        code = self.process.returncode
+        name = signal.Signals(-code).name if code is not None and code < 0 else None
+        ready = self.ready_at is not None
+        return Exit(self.process.pid, code, name, self.asked, ready, str(self.tail))
+
+
+async def climb_ladder(process: ChildProcess, times: Ladder, ready_at: float | None) -> None:
+    """End a process, asking first.
+
+    A child reads its stdin only once the model is loaded; before that, SIGTERM is safe and acts at
+    once, since llama.cpp installs its handlers after the load. Afterwards SIGTERM alone does not
+    end it while its stdin is open (b11434, tools/server/server.cpp: main joins the thread that
+    reads stdin), and an exit line alone may be lost. Stdin is therefore closed with the first word.
+
+    Cancellation: must not happen; the caller shields.
+    """
+    if ready_at is None:
+        process.terminate()
+        process.close_stdin()
+        if await _ended(process, times.terminate_loading):
+            return
+    else:
+        if await _ended(process, ready_at + times.settle - trio.current_time()):
+            return
+        await process.write_stdin(EXIT_LINE)
+        process.close_stdin()
+        if await _ended(process, times.exit):
+            return
+        process.terminate()
+        if await _ended(process, times.terminate):
+            return
+    process.kill()
+    await _ended(process, times.kill)
+
+
+async def _ended(process: ChildProcess, seconds: float) -> bool:
+    """Wait for the end of a process, but not for ever; say whether it came."""
+    if seconds > 0:
+        with trio.move_on_after(seconds):
+            await process.wait()
+            return True
+    return False

@@ -1,0 +1,164 @@
+"""PURE. What belongs to the model: a change of any of it means another load.
+
+`ModelConfig` says the same thing to every kind of child. How each kind is told is the business
+of `llamatrio.child.launch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import Literal, get_args
+
+import attrs
+
+from llamatrio.errors import SpecificationError
+
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+"""How the keys and values of the cache are stored: ggml's names."""
+
+ReasoningFormat = Literal["auto", "none", "deepseek", "deepseek-legacy"]
+"""Where a reasoning model's thoughts go: llama.cpp's names (`--reasoning-format`)."""
+
+
+@attrs.frozen
+class Lora:
+    """One LoRA adapter.
+
+    Attributes:
+      path: The adapter, a GGUF file.
+      scale: How strongly it acts; 1.0 as it was trained.
+    """
+
+    path: str = attrs.field(converter=str)
+    scale: float = 1.0
+
+
+def _path(value: str | PurePath | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _strings(value: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise SpecificationError(f"expected a sequence of strings, not one string: {value!r}")
+    return tuple(value)
+
+
+def _loras(value: Iterable[Lora | str | PurePath]) -> tuple[Lora, ...]:
+    if isinstance(value, str | PurePath):
+        raise SpecificationError(f"expected a sequence of LoRA adapters, not {value!r}")
+    return tuple(item if isinstance(item, Lora) else Lora(str(item)) for item in value)
+
+
+def _frozen(value: Mapping[str, str]) -> Mapping[str, str]:
+    return MappingProxyType(dict(value))
+
+
+@attrs.frozen
+class ModelConfig:
+    """One model, and how it is to be loaded.
+
+    Every field means the same to a hosted and to a stock child. None leaves the choice to
+    llama.cpp. What a kind of child cannot honour it refuses by name, when the provider is opened.
+
+    Attributes:
+      model: A GGUF file. None only if `args` name another source of the model, such as `-hf`.
+      context: Tokens that **each slot** can hold, prompt and answer together. None: what the
+        model was trained with, shared out among the slots.
+      slots: How many requests run at the same time, each in its own part of the cache.
+      batch: Tokens of a prompt that are computed in one step. This is also the grain at which a
+        request can be cancelled while its prompt is read: larger is faster, and stops later.
+      gpu_layers: How many layers go to the GPU; 0 for none.
+      devices: The devices to use, by llama.cpp's names (`llama-server --list-devices`);
+        `("none",)` for the CPU alone. A hosted child knows no other than `("none",)`.
+      threads: Threads for computing. With several children, their sum should not exceed the
+        number of cores.
+      cache_type_k: How the cache stores keys.
+      cache_type_v: How the cache stores values.
+      flash_attention: True, False, or None to let llama.cpp choose.
+      chat_template: A Jinja template, or the name of one that llama.cpp knows.
+      mmproj: The projector file of a multimodal model.
+      lora: LoRA adapters, as `Lora` or as paths.
+      draft_model: A smaller model of the same vocabulary, for speculative decoding.
+      reasoning: Whether a reasoning model thinks: True, False, or None as its template says.
+      reasoning_format: Where its thoughts go.
+      seed: The seed of requests that name none. None: another one each time.
+      sleep_after: Seconds without a request after which the child frees the model's memory and
+        waits for the next request to load it again. None: never. Whole seconds.
+      args: Further options for the child's command line, for the rest of llama.cpp's options.
+        Options that have a field here, or that are ours, are refused. A hosted child takes none.
+      env: Further variables for the child's environment, which is otherwise built from a short
+        list of harmless ones.
+    """
+
+    model: str | None = attrs.field(converter=_path)
+    context: int | None = attrs.field(default=None, kw_only=True)
+    slots: int = attrs.field(default=1, kw_only=True)
+    batch: int = attrs.field(default=512, kw_only=True)
+    gpu_layers: int | None = attrs.field(default=None, kw_only=True)
+    devices: tuple[str, ...] | None = attrs.field(
+        default=None, kw_only=True, converter=attrs.converters.optional(_strings)
+    )
+    threads: int | None = attrs.field(default=None, kw_only=True)
+    cache_type_k: CacheType | None = attrs.field(default=None, kw_only=True)
+    cache_type_v: CacheType | None = attrs.field(default=None, kw_only=True)
+    flash_attention: bool | None = attrs.field(default=None, kw_only=True)
+    chat_template: str | None = attrs.field(default=None, kw_only=True)
+    mmproj: str | None = attrs.field(default=None, kw_only=True, converter=_path)
+    lora: tuple[Lora, ...] = attrs.field(default=(), kw_only=True, converter=_loras)
+    draft_model: str | None = attrs.field(default=None, kw_only=True, converter=_path)
+    reasoning: bool | None = attrs.field(default=None, kw_only=True)
+    reasoning_format: ReasoningFormat | None = attrs.field(default=None, kw_only=True)
+    seed: int | None = attrs.field(default=None, kw_only=True)
+    sleep_after: int | None = attrs.field(default=None, kw_only=True)
+    args: tuple[str, ...] = attrs.field(default=(), kw_only=True, converter=_strings)
+    env: Mapping[str, str] = attrs.field(
+        factory=dict, kw_only=True, converter=_frozen, repr=lambda env: repr(sorted(env))
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.model == "":
+            raise SpecificationError("model is empty: name a GGUF file")
+        for name, least in _LEAST.items():
+            _check_number(name, getattr(self, name), least)
+        for name, choice in _CHOICES.items():
+            _check_choice(name, getattr(self, name), choice)
+        if not all(isinstance(item, str) for item in (*self.args, *self.env, *self.env.values())):
+            raise SpecificationError("args and env hold strings only")
+        if any("\0" in text for text in (*self.args, *self.env, *self.env.values())):
+            raise SpecificationError("args and env cannot hold a NUL character")
+
+
+_LEAST = {
+    "context": 1,
+    "slots": 1,
+    "batch": 1,
+    "gpu_layers": 0,
+    "threads": 1,
+    "seed": 0,
+    "sleep_after": 1,
+}
+
+_CHOICES: Mapping[str, tuple[object, ...]] = {
+    "cache_type_k": get_args(CacheType),
+    "cache_type_v": get_args(CacheType),
+    "reasoning_format": get_args(ReasoningFormat),
+    "flash_attention": (True, False),
+    "reasoning": (True, False),
+}
+
+
+def _check_number(name: str, value: object, least: int) -> None:
+    if value is None and name not in ("slots", "batch"):
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SpecificationError(
+            f"{name} must be a whole number of at least {least}, not {value!r}"
+        )
+
+
+def _check_choice(name: str, value: object, choice: tuple[object, ...]) -> None:
+    if value is not None and value not in choice:
+        names = ", ".join(map(repr, choice))
+        raise SpecificationError(f"{name} must be one of {names}, not {value!r}")

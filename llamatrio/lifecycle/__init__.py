@@ -1,0 +1,1 @@
+"""The provider proper: phases, queue, requests, and the actor that owns them."""

@@ -1,0 +1,583 @@
+"""The lifecycle actor: one task that owns the model's session and the request queue.
+
+It takes events from its inbox, one after another: what callers want, what a generation says, and
+that there is work. It never sees a line of the log. What an event means is looked up in the table
+of `llamatrio.lifecycle.phases`; the commands found there are performed at once. Whatever takes
+time is a task of its own, which reports back through the inbox: a keeper for each generation, and
+a task for each running request.
+
+The nurseries are nested so that every way out has the same order: the running requests end first,
+which closes their connections; then the child, which would not obey its exit line before that.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+import attrs
+import trio
+from trio.lowlevel import enable_ki_protection
+
+from llamatrio.config import ModelConfig
+from llamatrio.errors import (
+    ClosedError,
+    LlamatrioError,
+    ProviderBroken,
+    ProviderClosed,
+    StartInterrupted,
+    StateFlood,
+    Unkillable,
+    WrongPhase,
+)
+from llamatrio.lifecycle import phases
+from llamatrio.lifecycle.diagnostics import Counters, Diagnostics
+from llamatrio.lifecycle.inbox import Inbox
+from llamatrio.lifecycle.keeper import Generation, keep
+from llamatrio.lifecycle.phases import Answer, Command, Event, Phase
+from llamatrio.lifecycle.queue import RequestQueue
+from llamatrio.lifecycle.reply import Reply
+from llamatrio.lifecycle.work import Work
+from llamatrio.outcomes import By, Cancelled, Failed, Outcome, Phase as RequestPhase
+from llamatrio.requests import Request
+from llamatrio.session.base import (
+    Asleep,
+    Awake,
+    Backend,
+    Ended,
+    LoadProgress,
+    Opened,
+    SessionEvent,
+)
+
+MAX_UNREAD: Final = 10_000
+"""Transitions that a child may pile up before it is taken for broken."""
+
+_logger: Final = logging.getLogger("llamatrio.lifecycle")
+
+
+@attrs.frozen
+class Transition:
+    """A change of phase.
+
+    Attributes:
+      old: The phase before.
+      event: What happened.
+      new: The phase now.
+      generation: The number of the present or last life of the model; 0 before the first.
+    """
+
+    old: Phase
+    event: Event
+    new: Phase
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.old.name} --{self.event.name}--> {self.new.name}"
+
+
+@attrs.frozen
+class Status:
+    """One moment of the lifecycle, for those who watch it.
+
+    Attributes:
+      phase: Where it stands.
+      progress: How far the load is while there is one, else None.
+      generation: The number of the present or last life of the model; 0 before the first.
+    """
+
+    phase: Phase
+    progress: LoadProgress | None
+    generation: int
+
+
+@attrs.define(eq=False)
+class Verb:
+    """A caller's wish, on its way through the actor.
+
+    Attributes:
+      event: What is wanted.
+      config: The new configuration, for RECONFIGURE.
+      on_effect: Is called when the wish begins to come true.
+      error: Why it did not, if it did not.
+      withdrawn: Whether the caller has given it up.
+    """
+
+    event: Event
+    config: ModelConfig | None = None
+    on_effect: Callable[[], None] = lambda: None
+    error: Exception | None = None
+    withdrawn: bool = False
+    _done: trio.Event = attrs.field(factory=trio.Event)
+
+    def answer(self, error: Exception | None = None) -> None:
+        """Let the caller go on, or raise there."""
+        self.error = error
+        self._done.set()
+
+    async def wait(self) -> None:
+        """Wait for the answer."""
+        try:
+            await self._done.wait()
+        except trio.Cancelled:
+            self.withdrawn = True
+            raise
+        if self.error is not None:
+            raise self.error
+
+
+@attrs.frozen
+class _Told:
+    """A generation said something."""
+
+    generation: Generation
+    event: SessionEvent
+
+
+@attrs.frozen
+class _Rang:
+    """There is a request to run, or a slot to run one."""
+
+
+_Item: TypeAlias = Verb | _Told | _Rang
+_OBSERVERS: Final = ("on_transition", "on_request_started", "on_request_finished")
+
+
+class LifecycleActor:
+    """Owns one model, its queue and its lifecycle.
+
+    Extend it by a subclass, and hand that to `open_provider(..., actor=MyActor)`. The methods
+    whose names begin with `on_` are there to be overridden. They are told after the fact, run on
+    the Trio thread between two steps of the actor, and must neither wait nor be `async`. An
+    exception of theirs is logged and counted, and changes nothing.
+
+    Args:
+      config: The model.
+      backend: What runs it.
+
+    Attributes:
+      config: The present configuration.
+      backend: What runs the model.
+      phase: Where the lifecycle stands.
+      failure: Why the last generation ended, if it was not asked to; None while all is well.
+      counters: What was counted so far.
+
+    Raises:
+      SpecificationError: if the backend cannot honour the configuration.
+      TypeError: if a hook is `async`.
+    """
+
+    def __init__(self, config: ModelConfig, backend: Backend) -> None:
+        for name in _OBSERVERS:
+            if inspect.iscoroutinefunction(getattr(self, name)):
+                raise TypeError(f"{type(self).__name__}.{name} is async and would never run")
+        backend.check(config)
+        self.config = config
+        self.phase = Phase.UNLOADED
+        self.failure: LlamatrioError | None = None
+        self.counters = Counters()
+        self.backend = backend
+        self._inbox: Inbox[_Item] = Inbox()
+        self._rung = False
+        self._queue: RequestQueue[Reply] = RequestQueue()
+        self._live: dict[int, Reply] = {}
+        self._work = Work(self._on_work_finished)
+        self._waiting: list[Verb] = []
+        self._postponed: list[Verb] = []
+        self._generation: Generation | None = None
+        self._held_end: Ended | None = None
+        self._last_end: Ended | None = None
+        self._load_seconds: float | None = None
+        self._watchers: weakref.WeakSet[Inbox[Status]] = weakref.WeakSet()
+        self._broken: Exception | None = None
+        self._closed = False
+        self._keepers: trio.Nursery
+        self._runners: trio.Nursery
+
+    def __repr__(self) -> str:
+        work = f"{len(self._queue)} pending, {len(self._work)} running"
+        return f"<{type(self).__name__} {self.phase.name} pid={self.backend.pid} {work}>"
+
+    # -- hooks ---------------------------------------------------------------------------------
+
+    def on_transition(self, transition: Transition) -> None:
+        """Learn that the phase has changed. What follows from it has not been done yet."""
+
+    def on_request_started(self, reply: Reply) -> None:
+        """Learn that a request has got a slot."""
+
+    def on_request_finished(self, reply: Reply, outcome: Outcome) -> None:
+        """Learn how a request ended. `reply.outcome` is set, and its caller is told already."""
+
+    # -- what callers may do, on the Trio thread ---------------------------------------------------
+
+    @property
+    def started(self) -> bool:
+        """Whether requests are accepted."""
+        return self._queue.is_open
+
+    @property
+    def generation(self) -> Generation | None:
+        """The present or last life of the model; None before the first."""
+        return self._generation
+
+    @property
+    def running(self) -> tuple[Reply, ...]:
+        """The requests that have a slot."""
+        return self._work.replies
+
+    def submit(self, request: Request) -> Reply:
+        """Accept a request; see `llamatrio.provider.Provider.submit`."""
+        if self._closed:
+            raise ProviderClosed("the provider is closed")
+        reply = Reply(
+            self.counters.accepted + 1, request, self._waiting_phase, self._on_reply_cancelled
+        )
+        self._queue.push(reply.id, reply)
+        self.counters.accepted += 1
+        self._live[reply.id] = reply
+        self._ring()
+        return reply
+
+    def find(self, id: int) -> Reply | None:
+        """Return an accepted request that has no outcome yet."""
+        return self._live.get(id)
+
+    async def perform(self, verb: Verb) -> None:
+        """Have a verb performed and wait for its answer.
+
+        Cancellation: abandons the wait. A verb that had no effect yet will have none.
+        """
+        if self._closed:
+            raise ProviderClosed("the provider is closed")
+        self._inbox.put(verb)
+        await verb.wait()
+
+    def watch(self) -> Inbox[Status]:
+        """Return an inbox that gets the present status, and every one that follows."""
+        watcher: Inbox[Status] = Inbox()
+        watcher.put(self.status())
+        if self._closed:
+            watcher.close()
+        self._watchers.add(watcher)
+        return watcher
+
+    def status(self) -> Status:
+        """Return the present status."""
+        generation = self._generation
+        if generation is None:
+            return Status(self.phase, None, 0)
+        loading = self.phase is Phase.LOADING
+        return Status(self.phase, generation.progress if loading else None, generation.number)
+
+    def diagnostics(self) -> Diagnostics:
+        """Take a snapshot."""
+        generation = self._generation
+        return Diagnostics(
+            phase=self.phase,
+            started=self.started,
+            residency=self.residency,
+            generation=generation.number if generation else 0,
+            pid=self.backend.pid,
+            pending=len(self._queue),
+            running=len(self._work),
+            counters=attrs.evolve(self.counters),
+            pipes=self.backend.tally,
+            dropped_log_lines=self.backend.dropped_log_lines,
+            load_seconds=self._load_seconds,
+            last_exit=self._last_end.exit if self._last_end else None,
+        )
+
+    @property
+    def residency(self) -> str:
+        """Whether the model is "unloaded", "loading", "resident" or "asleep"."""
+        match self.phase:
+            case Phase.UNLOADED:
+                return "unloaded"
+            case Phase.LOADING:
+                return "loading"
+            case _:
+                asleep = self._generation is not None and self._generation.asleep
+                return "asleep" if asleep else "resident"
+
+    def close(self) -> None:
+        """End everything: running requests, then the child. The task that runs `run` then ends."""
+        self._closed = True
+        self._queue.close()
+        self._inbox.close()
+
+    # -- the task ------------------------------------------------------------------------------
+
+    @enable_ki_protection
+    async def run(self) -> None:
+        """Be the actor, until `close`.
+
+        Shielded: nothing but `close` ends it, and nothing is left when it returns. That takes as
+        long as the child needs, and no longer than every rung of its stop ladder has time.
+
+        Raises:
+          ProviderBroken: if the actor broke; all that it owned was ended in order all the same.
+        """
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as self._keepers:
+                async with trio.open_nursery() as self._runners:
+                    while items := await self._inbox.take():
+                        for item in items:
+                            self._take_safely(item)
+                    self._end_requests()
+                self._keepers.cancel_scope.cancel()
+            self._finish()
+        if self._broken is not None:
+            raise ProviderBroken(f"the actor broke: {self._broken!r}") from self._broken
+
+    def _take_safely(self, item: _Item) -> None:
+        """Take one item; after `close`, or after a defect, only keep verbs to be answered."""
+        if self._closed:
+            if isinstance(item, Verb):
+                self._postponed.append(item)
+            return
+        try:
+            self._take_item(item)
+        except Exception as exc:  # noqa: BLE001 - raised by `run`, when all is in order
+            self._broken = exc
+            self.close()
+
+    def _take_item(self, item: _Item) -> None:
+        match item:
+            case Verb():
+                self._take_verb(item)
+            case _Told():
+                self._take_told(item)
+            case _Rang():
+                self._rung = False
+                self._dispatch()
+        if not self._work:
+            self._on_idle()
+
+    def _take_verb(self, verb: Verb) -> None:
+        if verb.withdrawn:
+            return
+        if verb.event is Event.RECONFIGURE and verb.config == self.config:
+            verb.answer()
+        else:
+            self._take(verb.event, verb)
+
+    def _take_told(self, told: _Told) -> None:
+        match told.event:
+            case Opened() | Awake():
+                self._take(Event.READY)
+            case Ended():
+                self._held_end = told.event
+            case LoadProgress():
+                self._notify(progress=True)
+            case Asleep():
+                pass
+
+    def _on_idle(self) -> None:
+        """Deliver what must wait until no request is running."""
+        if self.phase is Phase.STOPPING:
+            self._take(Event.IDLE)
+        if self._held_end is not None:
+            end, self._held_end = self._held_end, None
+            self.failure = end.error
+            if isinstance(end.error, Unkillable):
+                self._end_verbs(Event.UNLOAD, end.error)
+                self._end_verbs(Event.RECONFIGURE, end.error)
+            self._take(Event.GONE)
+
+    def _take(self, event: Event, verb: Verb | None = None) -> None:
+        """Take one step, and then those of postponed verbs that it makes possible."""
+        changed = self._step(event, verb)
+        while changed:
+            changed = False
+            verbs, self._postponed = self._postponed, []
+            for postponed in verbs:
+                if not postponed.withdrawn:
+                    changed |= self._step(postponed.event, postponed)
+
+    def _step(self, event: Event, verb: Verb | None) -> bool:
+        """Look one step up in the table and do it; say whether the phase has changed."""
+        old, step = self.phase, phases.step(self.phase, event)
+        waiting_phase = self._waiting_phase()
+        self.phase = step.phase
+        if verb is not None:
+            self._note_verb(verb, step.answer, old)
+        changed = step.phase is not old
+        if changed:
+            number = self._generation.number if self._generation else 0
+            self._observe("on_transition", Transition(old, event, step.phase, number))
+        for command in step.commands:
+            self._perform(command, verb, waiting_phase)
+        if verb is not None and step.answer is Answer.WAIT:
+            verb.on_effect()
+        if changed:
+            self._notify()
+        self._answer_verbs()
+        return changed
+
+    def _note_verb(self, verb: Verb, answer: Answer, phase: Phase) -> None:
+        match answer:
+            case Answer.WAIT:
+                self._waiting.append(verb)
+            case Answer.POSTPONE:
+                self._postponed.append(verb)
+            case Answer.REFUSE:
+                verb.answer(
+                    WrongPhase(f"cannot {verb.event.value} while {phase.value}; stop first")
+                )
+
+    def _answer_verbs(self) -> None:
+        reached = [verb for verb in self._waiting if self.phase in phases.GOALS[verb.event]]
+        self._waiting = [verb for verb in self._waiting if verb not in reached]
+        for verb in reached:
+            verb.answer()
+
+    # -- commands ------------------------------------------------------------------------------
+
+    def _perform(self, command: Command, verb: Verb | None, waiting_phase: RequestPhase) -> None:
+        match command:
+            case Command.OPEN:
+                self._queue.is_open = not self._closed
+            case Command.SPAWN:
+                self._spawn()
+            case Command.DISPATCH:
+                self._dispatch()
+            case Command.CANCEL:
+                self._cancel_running("stop")
+            case Command.CLOSE:
+                self._queue.close()
+            case Command.DROP:
+                self._drop(Cancelled("stop", waiting_phase))
+            case Command.FAIL:
+                self._fail(waiting_phase)
+            case Command.INTERRUPT:
+                self._end_verbs(Event.START, StartInterrupted("a later stop gave the start up"))
+            case Command.END:
+                assert self._generation is not None
+                self._generation.scope.cancel()
+            case Command.ADOPT:
+                assert verb is not None
+                assert verb.config is not None
+                self.config = verb.config
+
+    def _spawn(self) -> None:
+        self.failure = None
+        self.counters.generations += 1
+        self._generation = Generation(self.counters.generations, self.config)
+        self._keepers.start_soon(keep, self._generation, self.backend, self._on_told)
+
+    def _dispatch(self) -> None:
+        generation = self._generation
+        if self.phase is not Phase.STARTED or generation is None:
+            return
+        while self._queue and len(self._work) < self.config.slots and generation.session:
+            reply = self._queue.pop()
+            self._work.start(self._runners, reply, generation)
+            self._observe("on_request_started", reply)
+
+    def _cancel_running(self, by: By) -> None:
+        for reply in self._work.replies:
+            self._work.cancel(reply.id, by)
+
+    def _drop(self, outcome: Outcome) -> None:
+        for reply in self._queue.clear():
+            self._settle(reply, outcome)
+
+    def _fail(self, waiting_phase: RequestPhase) -> None:
+        error = self.failure or ClosedError("the model was unloaded")
+        self._drop(Failed(error, waiting_phase))
+        self._end_verbs(Event.START, error)
+
+    def _end_verbs(self, event: Event, error: LlamatrioError) -> None:
+        """Let every caller of one verb who waits, or is postponed, have an error."""
+        for verbs in (self._waiting, self._postponed):
+            for verb in [verb for verb in verbs if verb.event is event]:
+                verbs.remove(verb)
+                verb.answer(_renewed(error))
+
+    # -- what other tasks report ---------------------------------------------------------------
+
+    def _on_told(self, generation: Generation, event: SessionEvent) -> None:
+        """Take a word of a generation, in its keeper's task."""
+        match event:
+            case Opened():
+                self.counters.loads += 1
+                self._load_seconds = trio.current_time() - generation.began
+            case Ended():
+                self.counters.count_end(event, generation.opened is not None)
+                self._last_end = event
+            case _ if self._inbox.unread > MAX_UNREAD:
+                raise StateFlood(f"more than {MAX_UNREAD} records that nobody could take yet")
+        self._inbox.put(_Told(generation, event), progress=isinstance(event, LoadProgress))
+
+    def _on_work_finished(self, reply: Reply, outcome: Outcome) -> None:
+        self._settle(reply, outcome)
+        self._ring()
+
+    def _on_reply_cancelled(self, reply: Reply) -> None:
+        if self._queue.remove(reply.id):
+            self._settle(reply, Cancelled("caller", self._waiting_phase()))
+        else:
+            self._work.cancel(reply.id, "caller")
+
+    def _ring(self) -> None:
+        if not self._rung:
+            self._rung = True
+            self._inbox.put(_Rang())
+
+    # -- ends ----------------------------------------------------------------------------------
+
+    def _settle(self, reply: Reply, outcome: Outcome) -> None:
+        """Give a request its outcome: the caller first, then the hook."""
+        reply.settle(outcome)
+        del self._live[reply.id]
+        self.counters.count_outcome(outcome)
+        self._observe("on_request_finished", reply, outcome)
+
+    def _end_requests(self) -> None:
+        """Give every request its end, after `close`."""
+        if self._broken is not None:
+            error = ProviderBroken(f"the actor broke: {self._broken!r}")
+            error.__cause__ = self._broken
+            self._drop(Failed(error, self._waiting_phase()))
+            self._work.fail_all(error)
+        else:
+            self._drop(Cancelled("shutdown", self._waiting_phase()))
+            self._cancel_running("shutdown")
+
+    def _finish(self) -> None:
+        """Answer everybody who still waits, when nothing is left."""
+        self.phase = Phase.UNLOADED
+        for verb in (*self._waiting, *self._postponed):
+            if verb.event in (Event.STOP, Event.UNLOAD):
+                verb.answer()
+            else:
+                verb.answer(ProviderClosed("the provider was closed"))
+        self._notify()
+        for watcher in self._watchers:
+            watcher.close()
+
+    def _waiting_phase(self) -> RequestPhase:
+        return "loading" if self.phase is Phase.LOADING else "queued"
+
+    def _notify(self, *, progress: bool = False) -> None:
+        for watcher in self._watchers:
+            watcher.put(self.status(), progress=progress)
+
+    def _observe(self, hook: str, *args: object) -> None:
+        try:
+            getattr(self, hook)(*args)
+        except Exception:
+            self.counters.hook_errors += 1
+            _logger.exception("%s.%s raised", type(self).__name__, hook)
+
+
+def _renewed(error: LlamatrioError) -> LlamatrioError:
+    """Copy an error for one of several waiters: one object would gather all their tracebacks."""
+    new = copy.copy(error)
+    new.__cause__ = error.__cause__
+    return new

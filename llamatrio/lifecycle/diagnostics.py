@@ -1,0 +1,92 @@
+"""What the lifecycle counted: a snapshot for people, beside the provider contract and not in it."""
+
+from __future__ import annotations
+
+import attrs
+
+from llamatrio.child.exits import Exit
+from llamatrio.child.pumps import Tally
+from llamatrio.lifecycle.phases import Phase
+from llamatrio.outcomes import Cancelled, Failed, Finished, Outcome
+from llamatrio.session.base import Ended
+
+
+@attrs.define
+class Counters:
+    """What is counted over the life of a provider.
+
+    Attributes:
+      accepted: Requests that were accepted.
+      finished: Those whose outcome is Finished.
+      cancelled: Those whose outcome is Cancelled.
+      failed: Those whose outcome is Failed.
+      generations: Loads that were begun.
+      loads: Loads that came to an end with a model.
+      failed_loads: Loads that did not.
+      unloads: Models that were given up because we wanted it.
+      crashes: Models that were lost otherwise.
+      hook_errors: Exceptions of hooks, which were logged and changed nothing.
+    """
+
+    accepted: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    generations: int = 0
+    loads: int = 0
+    failed_loads: int = 0
+    unloads: int = 0
+    crashes: int = 0
+    hook_errors: int = 0
+
+    def count_outcome(self, outcome: Outcome) -> None:
+        """Count one request's end."""
+        match outcome:
+            case Finished():
+                self.finished += 1
+            case Cancelled():
+                self.cancelled += 1
+            case Failed():
+                self.failed += 1
+
+    def count_end(self, end: Ended, opened: bool) -> None:
+        """Count one generation's end."""
+        if end.error is None:
+            self.unloads += opened
+        elif opened:
+            self.crashes += 1
+        else:
+            self.failed_loads += 1
+
+
+@attrs.frozen
+class Diagnostics:
+    """One moment of a provider. Taking it costs little, wakes nothing, and counts as no use.
+
+    Attributes:
+      phase: Where the lifecycle stands.
+      started: Whether requests are accepted.
+      residency: Whether the model is "unloaded", "loading", "resident" or "asleep".
+      generation: The number of the present or last life of the model; 0 before the first.
+      pid: The process that holds the model, if there is one.
+      pending: Requests that wait for a slot or for the model.
+      running: Requests that have a slot.
+      counters: What was counted so far.
+      pipes: What came out of the child's pipes so far.
+      dropped_log_lines: Log lines lost to slow logging handlers.
+      load_seconds: How long the last load took; None before the first.
+      last_exit: How the last process ended; None before that.
+    """
+
+    phase: Phase
+    started: bool
+    residency: str
+    generation: int
+    pid: int | None
+    pending: int
+    running: int
+    counters: Counters
+    pipes: Tally
+    dropped_log_lines: int
+    load_seconds: float | None
+    last_exit: Exit | None

@@ -1,0 +1,283 @@
+"""PURE. What is asked of a model, and the pieces in which the answer comes.
+
+A `Request` is one general call: this path, this body. `completion_request` and `chat_request`
+build the two that nearly everybody wants; any other JSON endpoint of llama-server is
+`Request(path, body)`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Literal, TypeAlias
+
+import attrs
+
+from llamatrio.errors import SpecificationError
+
+MAX_TOKENS: Final = 1024
+"""The bound of an answer, in tokens, where a request names none.
+
+A bound is always sent: a request whose caller is gone before its first token can otherwise hold
+its slot for ever (llama.cpp b11434, server-queue.cpp: a closed connection is noticed only while
+nothing else produces results).
+"""
+
+STREAMED: Final[Mapping[str, str]] = {
+    "/completion": "n_predict",
+    "/completions": "n_predict",
+    "/infill": "n_predict",
+    "/v1/completions": "max_tokens",
+    "/chat/completions": "max_tokens",
+    "/v1/chat/completions": "max_tokens",
+    "/responses": "max_output_tokens",
+    "/v1/responses": "max_output_tokens",
+    "/v1/messages": "max_tokens",
+}
+"""The endpoints that answer in pieces, each with the field that bounds its answer
+(llama.cpp b11434, tools/server/server.cpp and server-schema.cpp)."""
+
+_BOUNDS: Final = ("n_predict", "max_tokens", "max_completion_tokens", "max_output_tokens")
+
+Message: TypeAlias = Mapping[str, object]
+"""A chat message as OpenAI writes it: `role` and `content`, the latter with images if need be."""
+
+_REFUSED: Final = {
+    "n": "submit several requests instead",
+    "n_cmpl": "submit several requests instead",
+    "stream": "every answer that can be streamed is streamed",
+    "return_progress": "progress is always asked for",
+    "stream_options": "the usage is always asked for",
+}
+
+
+def _copied(body: Mapping[str, object]) -> Mapping[str, object]:
+    return dict(body)
+
+
+@attrs.frozen
+class Request:
+    """One call of the model's server.
+
+    An endpoint that can answer in pieces is always asked to, with progress and with a bound:
+    only so can a running request be cancelled at once. Any other endpoint answers in one piece,
+    which `outcome.body` then holds.
+
+    Attributes:
+      path: The endpoint, such as "/completion" or "/tokenize".
+      body: The JSON object to send. GET sends none.
+      method: "POST", or "GET" for the endpoints that only tell.
+
+    Raises:
+      SpecificationError: for a path that is none, a body that is not JSON, or a field that cannot
+        be honoured.
+    """
+
+    path: str
+    body: Mapping[str, object] = attrs.field(factory=dict, repr=False, converter=_copied)
+    method: Literal["GET", "POST"] = "POST"
+    encoded: bytes = attrs.field(init=False, repr=False, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        if not re.fullmatch(r"/[!-~]*", self.path):
+            raise SpecificationError(f"not an endpoint's path: {self.path!r}")
+        if self.method not in ("GET", "POST"):
+            raise SpecificationError(f"method must be GET or POST, not {self.method!r}")
+        object.__setattr__(self, "encoded", self._encode())
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the answer comes in pieces."""
+        return self.method == "POST" and self.path in STREAMED
+
+    def _encode(self) -> bytes:
+        if self.method == "GET":
+            return b""
+        body = dict(self.body)
+        if self.streamed:
+            _refuse(body)
+            body |= _bound(self.path, body)
+            body |= {"stream": True, "return_progress": True}
+            body |= {"stream_options": {"include_usage": True}}
+        try:
+            return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+        except (TypeError, ValueError) as exc:
+            raise SpecificationError(f"the body of {self.path} is not JSON: {exc}") from exc
+
+
+def _refuse(body: Mapping[str, object]) -> None:
+    for name, reason in _REFUSED.items():
+        if name in body:
+            raise SpecificationError(f"{name} cannot be set: {reason}")
+
+
+def _bound(path: str, body: Mapping[str, object]) -> Mapping[str, object]:
+    given = {name: body[name] for name in _BOUNDS if name in body}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise SpecificationError(f"{name} must be a number of at least 1, not {value!r}")
+    if len(given) > 1:
+        raise SpecificationError(f"more than one bound for the answer: {', '.join(given)}")
+    return given or {STREAMED[path]: MAX_TOKENS}
+
+
+def completion_request(
+    prompt: str | Sequence[int],
+    *,
+    max_tokens: int = MAX_TOKENS,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    stop: str | Iterable[str] | None = None,
+    grammar: str | None = None,
+    json_schema: Mapping[str, object] | None = None,
+    **fields: object,
+) -> Request:
+    """Ask the model to go on from a prompt, exactly as it stands.
+
+    Args:
+      prompt: The text, or its tokens.
+      max_tokens: The bound of the answer, in tokens.
+      temperature: How freely the next token is drawn; 0 takes the likeliest.
+      top_p: Draw from the likeliest tokens that together reach this probability.
+      top_k: Draw from this many of the likeliest tokens.
+      min_p: Draw from tokens at least this likely, relative to the likeliest.
+      seed: Makes the drawing repeatable.
+      stop: Texts that end the answer; they are not part of it.
+      grammar: A GBNF grammar that the answer must follow.
+      json_schema: A schema that the answer must follow. Not together with `grammar`.
+      fields: Any other field of llama-server's `/completion`.
+
+    Raises:
+      SpecificationError: for a field that cannot be honoured.
+    """
+    body = {"prompt": prompt if isinstance(prompt, str) else list(prompt), **fields}
+    body |= _sampling(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
+    body |= _shape(grammar, json_schema)
+    return Request("/completion", body)
+
+
+def chat_request(
+    messages: str | Iterable[Message],
+    *,
+    system: str | None = None,
+    tools: Iterable[Mapping[str, object]] | None = None,
+    max_tokens: int = MAX_TOKENS,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    stop: str | Iterable[str] | None = None,
+    grammar: str | None = None,
+    json_schema: Mapping[str, object] | None = None,
+    **fields: object,
+) -> Request:
+    """Ask the model to answer in a conversation, through its chat template.
+
+    Args:
+      messages: The conversation so far, or one sentence of the user.
+      system: A system message to put before it.
+      tools: Tools that the model may call, as OpenAI describes them.
+      max_tokens: The bound of the answer, in tokens.
+      temperature: How freely the next token is drawn; 0 takes the likeliest.
+      top_p: Draw from the likeliest tokens that together reach this probability.
+      top_k: Draw from this many of the likeliest tokens.
+      min_p: Draw from tokens at least this likely, relative to the likeliest.
+      seed: Makes the drawing repeatable.
+      stop: Texts that end the answer; they are not part of it.
+      grammar: A GBNF grammar that the answer must follow.
+      json_schema: A schema that the answer must follow. Not together with `grammar`.
+      fields: Any other field of llama-server's `/v1/chat/completions`.
+
+    Raises:
+      SpecificationError: for a field that cannot be honoured.
+    """
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    conversation = [dict(message) for message in messages]
+    if system is not None:
+        conversation.insert(0, {"role": "system", "content": system})
+    body: dict[str, object] = {"messages": conversation, **fields}
+    body |= _sampling(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
+    body |= _shape(grammar, json_schema)
+    if tools is not None:
+        body["tools"] = [dict(tool) for tool in tools]
+    return Request("/v1/chat/completions", body)
+
+
+def _sampling(
+    max_tokens: int,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    seed: int | None,
+    stop: str | Iterable[str] | None,
+) -> dict[str, object]:
+    stops = [stop] if isinstance(stop, str) else None if stop is None else list(stop)
+    chosen = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stops,
+    }
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+def _shape(grammar: str | None, json_schema: Mapping[str, object] | None) -> dict[str, object]:
+    if grammar is not None and json_schema is not None:
+        raise SpecificationError("an answer follows a grammar or a json_schema, not both")
+    if grammar is not None:
+        return {"grammar": grammar}
+    return {} if json_schema is None else {"json_schema": dict(json_schema)}
+
+
+# -- the answer --------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Delta:
+    """One piece of an answer.
+
+    Attributes:
+      text: The text of it; may be empty.
+      reasoning: Thoughts of a reasoning model, where they are kept apart.
+      tool_calls: Parts of tool calls, as OpenAI streams them.
+      logprobs: Log probabilities, where they were asked for.
+      data: The event as it arrived, JSON in UTF-8.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[Mapping[str, object], ...] = ()
+    logprobs: object = None
+    data: bytes = attrs.field(default=b"{}", repr=False)
+
+    @property
+    def raw(self) -> object:
+        """The event as it arrived, parsed anew at each call."""
+        return json.loads(self.data)
+
+
+@attrs.frozen
+class PromptProgress:
+    """How much of a prompt has been read.
+
+    Attributes:
+      total: Tokens of the prompt.
+      cached: Those of them that were still in the cache.
+      processed: Those that are done, the cached ones included.
+      seconds: Time spent on it so far.
+    """
+
+    total: int
+    cached: int
+    processed: int
+    seconds: float

@@ -1,0 +1,1 @@
+"""How a loaded model is spoken to, and what makes one."""

