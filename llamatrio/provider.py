@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import update_wrapper
-from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
+from types import TracebackType
+from typing import Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
 
 import trio
 from trio.lowlevel import enable_ki_protection
@@ -108,6 +109,39 @@ def _built_by(
     return decorate
 
 
+class _Block(AbstractAsyncContextManager[_T, "bool | None"], Generic[_T]):
+    """What `asynccontextmanager` makes, with Ctrl-C protection up to its very ends.
+
+    A Ctrl-C between the end of a body and the `finally` of the generator would abandon the latter,
+    and with it a nursery.
+    """
+
+    def __init__(self, inner: AbstractAsyncContextManager[_T, bool | None]) -> None:
+        self._inner = inner
+
+    @enable_ki_protection
+    async def __aenter__(self) -> _T:
+        return await self._inner.__aenter__()
+
+    @enable_ki_protection
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return await self._inner.__aexit__(kind, value, traceback)
+
+
+def _block(
+    make: Callable[_P, AbstractAsyncContextManager[_T, bool | None]],
+) -> Callable[_P, _Block[_T]]:
+    def made(*args: _P.args, **kwargs: _P.kwargs) -> _Block[_T]:
+        return _Block(make(*args, **kwargs))
+
+    return update_wrapper(made, make)
+
+
 class LocalProvider(Provider):
     """A model that this program owns. Made by `open_provider`."""
 
@@ -145,6 +179,7 @@ class LocalProvider(Provider):
             raise WrongThread("submit belongs to the Trio thread: use trio.from_thread.run_sync")
         return self._actor.submit(request)
 
+    @enable_ki_protection
     async def cancel(self, id: int) -> Outcome | None:
         """Give one request up, wherever it stands; see `Provider.cancel`.
 
@@ -211,6 +246,7 @@ class LocalProvider(Provider):
         await backend.inspect(config)
         await self._actor.perform(Verb(Event.RECONFIGURE, config))
 
+    @_block
     @asynccontextmanager
     @enable_ki_protection
     async def request(self, request: Request) -> AsyncGenerator[Reply, None]:
@@ -300,6 +336,7 @@ class Watch:
         return self._ahead.pop()
 
 
+@_block
 @asynccontextmanager
 @enable_ki_protection
 async def open_provider(
@@ -344,32 +381,30 @@ async def open_provider(
             # Not nursery.start(): a cancel would wait for ever for a task that is shielded.
             nursery.start_soon(life.run)
             try:
-                with life.body:
+                with life.actor.body:
                     yield LocalProvider(life.actor)
             except BaseException as exc:  # noqa: BLE001 - raised below, bare
                 error = exc
             finally:
                 life.actor.close()
     except BaseException as exc:  # noqa: BLE001 - ours: a cancel or Ctrl-C while we waited
-        error = error or _first(exc)
+        error = _later(error, _first(exc))
     _raise(error, life.error)
 
 
 class _Life:
-    """The actor's task, and the scope of the body that ends with it."""
+    """The actor's task."""
 
     def __init__(self, actor: LifecycleActor) -> None:
         self.actor = actor
-        self.body = trio.CancelScope()
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     @enable_ki_protection
     async def run(self) -> None:
         try:
             await self.actor.run()
-        except Exception as exc:  # noqa: BLE001 - raised by open_provider, bare
+        except BaseException as exc:  # noqa: BLE001 - raised by open_provider, bare
             self.error = exc
-            self.body.cancel()
 
 
 def _first(exc: BaseException) -> BaseException:
@@ -383,9 +418,20 @@ def _first(exc: BaseException) -> BaseException:
     return exc
 
 
-def _raise(body: BaseException | None, ours: Exception | None) -> None:
+def _later(body: BaseException | None, late: BaseException) -> BaseException:
+    """Choose between an exception of the body and what came while we waited: a Ctrl-C must not be
+    lost, unless it is the second."""
+    if body is None:
+        return late
+    if isinstance(late, trio.Cancelled) or isinstance(body, KeyboardInterrupt):
+        return body
+    late.__context__ = body
+    return late
+
+
+def _raise(body: BaseException | None, ours: BaseException | None) -> None:
     """Raise what there is, as it is: neither causes nor contexts are touched."""
-    error = body or ours
+    error = ours if body is None else body
     if error is None:
         return
     if body is not None and ours is not None and not isinstance(body, trio.Cancelled):

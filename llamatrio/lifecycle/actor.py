@@ -123,7 +123,7 @@ class Verb:
         """Wait for the answer."""
         try:
             await self._done.wait()
-        except trio.Cancelled:
+        except BaseException:  # Cancelled, or a Ctrl-C
             self.withdrawn = True
             raise
         if self.error is not None:
@@ -162,6 +162,7 @@ class LifecycleActor:
     Attributes:
       config: The present configuration.
       backend: What runs the model.
+      body: The scope of whoever uses this actor. It is cancelled if the actor breaks.
       phase: Where the lifecycle stands.
       failure: Why the last generation ended, if it was not asked to; None while all is well.
       counters: What was counted so far.
@@ -181,6 +182,7 @@ class LifecycleActor:
         self.failure: LlamatrioError | None = None
         self.counters = Counters()
         self.backend = backend
+        self.body = trio.CancelScope()
         self._inbox: Inbox[_Item] = Inbox()
         self._rung = False
         self._queue: RequestQueue[Reply] = RequestQueue()
@@ -193,7 +195,7 @@ class LifecycleActor:
         self._last_end: Ended | None = None
         self._load_seconds: float | None = None
         self._watchers: weakref.WeakSet[Inbox[Status]] = weakref.WeakSet()
-        self._broken: Exception | None = None
+        self._broken: BaseException | None = None
         self._closed = False
         self._keepers: trio.Nursery
         self._runners: trio.Nursery
@@ -323,16 +325,21 @@ class LifecycleActor:
           ProviderBroken: if the actor broke; all that it owned was ended in order all the same.
         """
         with trio.CancelScope(shield=True):
-            async with trio.open_nursery() as self._keepers:
-                async with trio.open_nursery() as self._runners:
-                    while items := await self._inbox.take():
-                        for item in items:
-                            self._take_safely(item)
-                    self._end_requests()
-                self._keepers.cancel_scope.cancel()
+            try:
+                async with trio.open_nursery() as self._keepers:
+                    async with trio.open_nursery() as self._runners:
+                        while items := await self._inbox.take():
+                            for item in items:
+                                self._take_safely(item)
+                        self._end_requests()
+                    self._keepers.cancel_scope.cancel()
+            except BaseException as exc:  # noqa: BLE001 - raised below; of a task of ours
+                self._break(exc)
             self._finish()
+        if isinstance(self._broken, Exception):
+            raise self._brokenness() from self._broken
         if self._broken is not None:
-            raise ProviderBroken(f"the actor broke: {self._broken!r}") from self._broken
+            raise self._broken
 
     def _take_safely(self, item: _Item) -> None:
         """Take one item; after `close`, or after a defect, only keep verbs to be answered."""
@@ -343,8 +350,18 @@ class LifecycleActor:
         try:
             self._take_item(item)
         except Exception as exc:  # noqa: BLE001 - raised by `run`, when all is in order
-            self._broken = exc
-            self.close()
+            self._break(exc)
+
+    def _break(self, error: BaseException) -> None:
+        """End everything for an error, which `run` raises when all is in order."""
+        self._broken = error if self._broken is None else self._broken
+        self.body.cancel()  # before anybody who waits in there is answered
+        self.close()
+
+    def _brokenness(self) -> ProviderBroken:
+        error = ProviderBroken(f"the actor broke: {self._broken!r}")
+        error.__cause__ = self._broken
+        return error
 
     def _take_item(self, item: _Item) -> None:
         match item:
@@ -515,7 +532,10 @@ class LifecycleActor:
         self._inbox.put(_Told(generation, event), progress=isinstance(event, LoadProgress))
 
     def _on_work_finished(self, reply: Reply, outcome: Outcome) -> None:
-        self._settle(reply, outcome)
+        try:
+            self._settle(reply, outcome)
+        except Exception as exc:  # noqa: BLE001 - raised by `run`, when all is in order
+            self._break(exc)
         self._ring()
 
     def _on_reply_cancelled(self, reply: Reply) -> None:
@@ -541,8 +561,7 @@ class LifecycleActor:
     def _end_requests(self) -> None:
         """Give every request its end, after `close`."""
         if self._broken is not None:
-            error = ProviderBroken(f"the actor broke: {self._broken!r}")
-            error.__cause__ = self._broken
+            error = self._brokenness()
             self._drop(Failed(error, self._waiting_phase()))
             self._work.fail_all(error)
         else:
@@ -552,6 +571,8 @@ class LifecycleActor:
     def _finish(self) -> None:
         """Answer everybody who still waits, when nothing is left."""
         self.phase = Phase.UNLOADED
+        for reply in self._live.values():  # none, unless the actor broke between two of them
+            reply.settle(Failed(self._brokenness(), self._waiting_phase()))
         for verb in (*self._waiting, *self._postponed):
             if verb.event in (Event.STOP, Event.UNLOAD):
                 verb.answer()
@@ -574,6 +595,8 @@ class LifecycleActor:
         except Exception:
             self.counters.hook_errors += 1
             _logger.exception("%s.%s raised", type(self).__name__, hook)
+        except BaseException as exc:  # noqa: BLE001 - SystemExit, or pytest.fail: `run` raises it
+            self._break(exc)
 
 
 def _renewed(error: LlamatrioError) -> LlamatrioError:

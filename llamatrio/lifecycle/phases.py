@@ -172,6 +172,19 @@ def _table() -> Mapping[tuple[Phase, Event], Step]:
 
 TABLE: Final = _table()
 
+
+def diagram() -> str:
+    """Draw the changes of phase as a Mermaid state diagram."""
+    arrows: dict[tuple[Phase, Phase], list[str]] = {}
+    for (phase, event), cell in TABLE.items():
+        if cell.phase is not phase:
+            arrows.setdefault((phase, cell.phase), []).append(event.value)
+    lines = [
+        f"    {old.name} --> {new.name}: {', '.join(events)}" for (old, new), events in arrows.items()
+    ]
+    return "\n".join(["stateDiagram-v2", f"    [*] --> {Phase.UNLOADED.name}", *lines])
+
+
 GOALS: Final[Mapping[Event, frozenset[Phase]]] = MappingProxyType(
     {
         Event.START: frozenset({Phase.STARTED}),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import attrs
 import trio
+from trio.lowlevel import enable_ki_protection
 
 from llamatrio.errors import RequestCancelled, RequestFailed
 from llamatrio.outcomes import Cancelled, Failed, Finished, Outcome, Phase
@@ -90,6 +91,7 @@ class Reply:
         """Pieces of the answer so far."""
         return len(self._deltas)
 
+    @enable_ki_protection
     def cancel(self) -> None:
         """Give the request up. Its outcome follows shortly, if it had none yet.
 

@@ -39,7 +39,6 @@ holes. So a parrot can be hundreds of megabytes long, or slow, and still occupy 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
@@ -406,30 +405,3 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
-
-
-def _main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m llamatrio.testing.parrot",
-        description="Write a model file that recites one sentence.",
-    )
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--text", default=TEXT, help="what to recite")
-    parser.add_argument("--loop", action="store_true", help="recite for ever")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--slow", action="store_true", help="some milliseconds of CPU for a token")
-    size.add_argument("--large", action="store_true", help="hundreds of megabytes, as holes")
-    chosen = parser.parse_args(arguments)
-
-    if chosen.slow:
-        parrot = write_slow_parrot(chosen.path, chosen.text, loop=chosen.loop)
-    elif chosen.large:
-        parrot = write_large_parrot(chosen.path, chosen.text, loop=chosen.loop)
-    else:
-        parrot = write_parrot(chosen.path, chosen.text, loop=chosen.loop)
-    print(f"{parrot.path}: {parrot.size:,} bytes, {parrot.tokens} tokens, loop: {parrot.loop}")
-    print(parrot.text)
-
-
-if __name__ == "__main__":
-    _main()
