@@ -64,8 +64,9 @@ class ModelConfig:
 
     Attributes:
       model: A GGUF file. None only if `args` name another source of the model, such as `-hf`.
-      context: Tokens that **each slot** can hold, prompt and answer together. None: what the
-        model was trained with, shared out among the slots.
+      context: Tokens that **each slot** can hold, prompt and answer together; llama.cpp rounds it
+        up to a multiple of 256, and holds it down to what the model was trained with. None: what
+        it was trained with, in each slot, or less where memory does not suffice.
       slots: How many requests run at the same time, each in its own part of the cache.
       batch: Tokens of a prompt that are computed in one step. This is also the grain at which a
         request can be cancelled while its prompt is read: larger is faster, and stops later.
@@ -77,7 +78,7 @@ class ModelConfig:
       cache_type_k: How the cache stores keys.
       cache_type_v: How the cache stores values.
       flash_attention: True, False, or None to let llama.cpp choose.
-      chat_template: A Jinja template, or the name of one that llama.cpp knows.
+      chat_template: A Jinja template, or "chatml".
       mmproj: The projector file of a multimodal model.
       lora: LoRA adapters, as `Lora` or as paths.
       draft_model: A smaller model of the same vocabulary, for speculative decoding.

@@ -329,7 +329,9 @@ class Watch:
         return self
 
     async def __anext__(self) -> Status:
-        if not self._ahead:
+        if self._ahead:
+            await trio.lowlevel.checkpoint()
+        else:
             self._ahead = (await self._inbox.take())[::-1]
         if not self._ahead:
             raise StopAsyncIteration

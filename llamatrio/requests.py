@@ -102,7 +102,7 @@ class Request:
             body |= {"stream_options": {"include_usage": True}}
         try:
             return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
-        except (TypeError, ValueError) as exc:
+        except (TypeError, ValueError, RecursionError) as exc:
             raise SpecificationError(f"the body of {self.path} is not JSON: {exc}") from exc
 
 
@@ -249,7 +249,7 @@ class Delta:
     Attributes:
       text: The text of it; may be empty.
       reasoning: Thoughts of a reasoning model, where they are kept apart.
-      tool_calls: Parts of tool calls, as OpenAI streams them.
+      tool_calls: Parts of tool calls, as the endpoint streams them.
       logprobs: Log probabilities, where they were asked for.
       data: The event as it arrived, JSON in UTF-8.
     """

@@ -71,6 +71,23 @@ def native(name: str, value: Any, wheel: Any) -> Any:
     return value
 
 
+def flush_log(wheel: Any) -> None:
+    """Let the native log be written to its end, where the reason for a failure stands.
+
+    It is written by a thread that the end of the process would not wait for. The wheel has no name
+    for this; its library has, in the spelling of the compilers of Linux and macOS.
+    """
+    import ctypes
+
+    library = ctypes.CDLL(wheel.xllamacpp.__file__)
+    try:
+        log, flush = library["_Z15common_log_mainv"], library["_Z16common_log_flushP10common_log"]
+    except AttributeError:
+        return
+    log.restype, flush.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    flush(log())
+
+
 def main() -> None:
     """Load the model and serve it until told to leave."""
     threading.Thread(target=obey_stdin, args=(take_stdin(),), daemon=True).start()
@@ -84,6 +101,7 @@ def main() -> None:
     try:
         server = xllamacpp.Server(params)
     except RuntimeError as exc:
+        flush_log(xllamacpp)
         sys.exit(f"error: {exc}")
     threading.Event().wait()
     del server  # unreachable: it must live as long as the process

@@ -13,11 +13,24 @@ assert sys.platform != "linux"
 assert sys.platform != "win32"
 
 
-async def wait_exiting(pid: int) -> None:
-    """Wait until a child of ours has ended, and leave it to be reaped.
+class ExitWatch:
+    """Sees a child of ours end, and leaves it to be reaped."""
 
-    Cancellation: harmless; the next call waits for the same end.
-    """
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    async def wait(self) -> None:
+        """Wait until the process has ended.
+
+        Cancellation: harmless; the next call waits for the same end.
+        """
+        await _wait_exiting(self._pid)
+
+    def close(self) -> None:
+        """Stop watching."""
+
+
+async def _wait_exiting(pid: int) -> None:
     queue = trio.lowlevel.current_kqueue()
 
     def change(flags: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final, TypeAlias
 
 import attrs
@@ -43,6 +43,10 @@ class Stock:
     program: str | None = attrs.field(default=None, converter=attrs.converters.optional(str))
 
 
+def _words(command: Iterable[str]) -> tuple[str, ...]:
+    return tuple(command)
+
+
 @attrs.frozen
 class Own:
     """A program of yours that takes llama-server's options and keeps to its protocol.
@@ -51,7 +55,7 @@ class Own:
       command: The program and its first arguments; the options follow them.
     """
 
-    command: tuple[str, ...] = attrs.field(converter=tuple)
+    command: tuple[str, ...] = attrs.field(converter=_words)
 
 
 Kind: TypeAlias = Hosted | Stock | Own
@@ -158,6 +162,9 @@ def plan(
         "LLAMA_SERVER_ROUTER_PORT": "0",
     }
     inherited = {name: value for name, value in environ.items() if harmless(name)}
+    if isinstance(kind, Stock):
+        # Or it would take options from ~/.config/llama.cpp/config.ini, which no other kind reads.
+        inherited["XDG_CONFIG_HOME"] = "/dev/null"
     return Launch(tuple(command), {**inherited, **config.env, **ours}, (key,))
 
 
@@ -177,6 +184,10 @@ def check(kind: Kind, config: ModelConfig) -> None:
         raise SpecificationError("no model: llama-server without one would become a router")
     if config.model is not None and sources:
         raise SpecificationError(f"two models: {config.model!r} and {sources[0]!r}")
+    if config.seed is not None and config.seed >= _NO_SEED:
+        raise SpecificationError(f"seed must be less than {_NO_SEED}, not {config.seed}")
+    _check_batch(config)
+    _check_template(config)
     if isinstance(kind, Hosted):
         _check_hosted(config)
     elif any(":" in lora.path for lora in config.lora):
@@ -190,6 +201,25 @@ def _check_hosted(config: ModelConfig) -> None:
         raise SpecificationError("a hosted child takes no args; use Stock for llama-server options")
     if config.devices not in (None, ("none",)):
         raise SpecificationError("a hosted child cannot choose devices; use Stock, or devices=None")
+
+
+def _check_batch(config: ModelConfig) -> None:
+    # A step takes one token of every slot and what was drafted for it, and the warm-up takes two;
+    # llama.cpp aborts where the batch does not hold them, some of the time within an answer.
+    drafted = _DRAFTED if config.draft_model else 0
+    least = max(2, config.slots * (1 + drafted))
+    if config.batch < least:
+        raise SpecificationError(f"batch must be at least {least} here, not {config.batch}")
+
+
+def _check_template(config: ModelConfig) -> None:
+    template = config.chat_template
+    if template is None or template == "chatml" or "{" in template or "--no-jinja" in config.args:
+        return
+    raise SpecificationError(
+        f"chat_template {template!r} is no Jinja template, and llama.cpp would send it as it "
+        "stands: of the templates that it knows, it takes only 'chatml' by name"
+    )
 
 
 def _check_option(argument: str) -> None:
@@ -236,7 +266,16 @@ _FIELDS: Final[Mapping[str, str]] = {
     for option in options.split()
 }
 
-_SOURCES: Final = frozenset("-mu --model-url -hf -hfr --hf-repo -dr --docker-repo".split())
+_DRAFTED: Final = 3  # tokens drafted at a time: the default of `--spec-draft-n-max`
+
+_NO_SEED: Final = 2**32 - 1  # llama.cpp's word for another seed each time; larger ones wrap around
+
+_SOURCES: Final = frozenset(
+    "-mu --model-url -hf -hfr --hf-repo -dr --docker-repo "
+    "--embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default "
+    "--fim-qwen-7b-spec --fim-qwen-14b-spec --fim-qwen-30b-default --gpt-oss-20b-default "
+    "--gpt-oss-120b-default --vision-gemma-4b-default --vision-gemma-12b-default".split()
+)
 
 _OURS: Final = frozenset(
     "--host --port --reuse-port --path --tools --tools-runtime -ag --agent --server-base "
@@ -296,7 +335,6 @@ def hosted_settings(config: ModelConfig, address: Address) -> dict[str, object]:
     A value `{"enum": "type.member"}` is looked up in the wheel by the host.
     """
     host, port = (address, 0) if isinstance(address, str) else address
-    cpu_alone = config.devices == ("none",)
     settings: dict[str, object] = {
         "model.path": config.model,
         "n_ctx": config.context and config.context * config.slots,
@@ -304,8 +342,7 @@ def hosted_settings(config: ModelConfig, address: Address) -> dict[str, object]:
         "kv_unified": False,
         "n_batch": config.batch,
         "n_ubatch": _ubatch(config),
-        "n_gpu_layers": 0 if cpu_alone else config.gpu_layers,
-        "no_kv_offload": True if cpu_alone else None,
+        "n_gpu_layers": config.gpu_layers,
         "cpuparams.n_threads": config.threads,
         "cache_type_k": _ggml_type(config.cache_type_k),
         "cache_type_v": _ggml_type(config.cache_type_v),
@@ -316,7 +353,7 @@ def hosted_settings(config: ModelConfig, address: Address) -> dict[str, object]:
         "speculative.draft.mparams.path": config.draft_model,
         "speculative.types": _draft_types(config),
         "enable_reasoning": None if config.reasoning is None else int(config.reasoning),
-        "default_template_kwargs": _thinking(config.reasoning),
+        "default_template_kwargs": _template_kwargs(config.reasoning),
         "reasoning_format": _reasoning_format(config),
         "sampling.seed": config.seed,
         "sleep_idle_seconds": config.sleep_after,
@@ -326,8 +363,18 @@ def hosted_settings(config: ModelConfig, address: Address) -> dict[str, object]:
         "offline": True,
         "hostnames": [host],
         "port": port or None,
+        **(_CPU_ALONE if config.devices == ("none",) else {}),
     }
     return {name: value for name, value in settings.items() if value is not None}
+
+
+# What `--device none` does to a model and to its projector. The wheel has no list of devices, but a
+# model that is not split and has no main GPU gets none (llama.cpp, `llama_prepare_model_devices`).
+_CPU_ALONE: Final[Mapping[str, object]] = {
+    "split_mode": {"enum": "llama_split_mode.LLAMA_SPLIT_MODE_NONE"},
+    "main_gpu": -1,
+    "mmproj_use_gpu": False,
+}
 
 
 def _ubatch(config: ModelConfig) -> int:
@@ -362,8 +409,12 @@ def _draft_types(config: ModelConfig) -> object:
     return [{"enum": "common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE"}]
 
 
-def _thinking(reasoning: bool | None) -> object:
-    return None if reasoning is None else {"enable_thinking": "true" if reasoning else "false"}
+def _template_kwargs(reasoning: bool | None) -> dict[str, str]:
+    # llama-server sets the first by itself, after it has read its options.
+    kwargs = {"preserve_reasoning": "true"}
+    if reasoning is not None:
+        kwargs["enable_thinking"] = "true" if reasoning else "false"
+    return kwargs
 
 
 def _reasoning_format(config: ModelConfig) -> object:

@@ -10,13 +10,26 @@ import trio
 assert sys.platform == "linux"
 
 
-async def wait_exiting(pid: int) -> None:
-    """Wait until a child of ours has ended, and leave it to be reaped.
+class ExitWatch:
+    """Sees a child of ours end, and leaves it to be reaped.
 
-    Cancellation: harmless; the next call waits for the same end.
+    It has its descriptor from the beginning: a program that ran out of them must still be able to
+    end its children.
+
+    Raises:
+      OSError: if there is no descriptor left.
     """
-    fd = os.pidfd_open(pid)
-    try:
-        await trio.lowlevel.wait_readable(fd)
-    finally:
-        os.close(fd)
+
+    def __init__(self, pid: int) -> None:
+        self._fd = os.pidfd_open(pid)
+
+    async def wait(self) -> None:
+        """Wait until the process has ended.
+
+        Cancellation: harmless; the next call waits for the same end.
+        """
+        await trio.lowlevel.wait_readable(self._fd)
+
+    def close(self) -> None:
+        """Stop watching."""
+        os.close(self._fd)

@@ -17,18 +17,24 @@ assert sys.platform != "win32"
 if sys.platform == "linux":
     import resource
 
-    from llamatrio.child.pidfd import wait_exiting
+    from llamatrio.child.pidfd import ExitWatch
 else:
-    from llamatrio.child.kqueue import wait_exiting
+    from llamatrio.child.kqueue import ExitWatch
 
 
 class ChildProcess:
     """A spawned process, the leader of a session of its own, and our ends of its three pipes."""
 
     def __init__(
-        self, popen: subprocess.Popen[bytes], stdin: int, stdout: int, stderr: int
+        self,
+        popen: subprocess.Popen[bytes],
+        watch: ExitWatch,
+        stdin: int,
+        stdout: int,
+        stderr: int,
     ) -> None:
         self._popen = popen
+        self._watch = watch
         self._stdin: int | None = stdin
         self.pid = popen.pid
         self.stdout = trio.lowlevel.FdStream(stdout)
@@ -41,7 +47,7 @@ class ChildProcess:
 
     async def wait(self) -> None:
         """Wait until the process has ended, without reaping it."""
-        await wait_exiting(self.pid)
+        await self._watch.wait()
 
     async def write_stdin(self, data: bytes) -> None:
         """Write a few bytes into the pipe, which is empty: they always fit."""
@@ -57,7 +63,8 @@ class ChildProcess:
 
     def terminate(self) -> None:
         """Ask the process to end, by SIGTERM."""
-        os.kill(self.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):  # where the program ignores SIGCHLD
+            os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """End the process and all that is left of its group, by SIGKILL.
@@ -73,6 +80,7 @@ class ChildProcess:
 
     def close(self) -> None:
         """Close our ends of the pipes."""
+        self._watch.close()
         self.close_stdin()
         self.stdout.close()
         self.stderr.close()
@@ -103,6 +111,7 @@ async def spawn(launch: Launch) -> ChildProcess:
             env=dict(launch.environ),
             start_new_session=True,
         )
+        watch = _watch(popen)
     except BaseException:
         for fd in ours:
             os.close(fd)
@@ -112,7 +121,16 @@ async def spawn(launch: Launch) -> ChildProcess:
             os.close(fd)
     if sys.platform == "linux":
         _forbid_core_dump(popen.pid)
-    return ChildProcess(popen, *ours)
+    return ChildProcess(popen, watch, *ours)
+
+
+def _watch(popen: subprocess.Popen[bytes]) -> ExitWatch:
+    try:
+        return ExitWatch(popen.pid)
+    except OSError:
+        popen.kill()
+        popen.wait()
+        raise
 
 
 if sys.platform == "linux":

@@ -71,8 +71,8 @@ async def run_child(
     """
     try:
         process = await spawn(launch)
-    except OSError as exc:
-        raise SpawnError(launch.command[0], exc.strerror or str(exc)) from exc
+    except (OSError, ValueError) as exc:  # the latter for a NUL in the command
+        raise SpawnError(launch.command[0], getattr(exc, "strerror", None) or str(exc)) from exc
     child = _Child(process, launch, listener, logs, tally)
     try:
         listener.on_spawn(process.pid)
@@ -159,8 +159,10 @@ class _Child:
             self.give_up(exc)
 
     def give_up(self, fault: ChildError) -> None:
-        self.fault = self.fault or fault
-        self.alive.cancel()
+        if not self.exited:  # what is noticed afterwards is not why it ended
+            self.asked = True
+            self.fault = self.fault or fault
+            self.alive.cancel()
 
     @enable_ki_protection
     async def watch_handshake(self) -> None:
@@ -190,9 +192,16 @@ class _Child:
 
     def describe_exit(self) -> Exit:
         code = self.process.returncode
-        name = signal.Signals(-code).name if code is not None and code < 0 else None
+        name = _signal_name(-code) if code is not None and code < 0 else None
         ready = self.ready_at is not None
         return Exit(self.process.pid, code, name, self.asked, ready, str(self.tail))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {number}"
 
 
 async def climb_ladder(process: ChildProcess, times: Ladder, ready_at: float | None) -> None:

@@ -120,7 +120,10 @@ class Verb:
         self._done.set()
 
     async def wait(self) -> None:
-        """Wait for the answer."""
+        """Wait for the answer.
+
+        Cancellation: abandons the wait, and withdraws a wish that had no effect yet.
+        """
         try:
             await self._done.wait()
         except BaseException:  # Cancelled, or a Ctrl-C
@@ -256,6 +259,7 @@ class LifecycleActor:
         """
         if self._closed:
             raise ProviderClosed("the provider is closed")
+        await trio.lowlevel.checkpoint_if_cancelled()
         self._inbox.put(verb)
         await verb.wait()
 
@@ -318,8 +322,9 @@ class LifecycleActor:
     async def run(self) -> None:
         """Be the actor, until `close`.
 
-        Shielded: nothing but `close` ends it, and nothing is left when it returns. That takes as
-        long as the child needs, and no longer than every rung of its stop ladder has time.
+        Cancellation: has no effect; nothing but `close` ends it, and nothing is left when it
+        returns. That takes as long as the child needs, and no longer than every rung of its stop
+        ladder has time.
 
         Raises:
           ProviderBroken: if the actor broke; all that it owned was ended in order all the same.
@@ -571,8 +576,12 @@ class LifecycleActor:
     def _finish(self) -> None:
         """Answer everybody who still waits, when nothing is left."""
         self.phase = Phase.UNLOADED
-        for reply in self._live.values():  # none, unless the actor broke between two of them
-            reply.settle(Failed(self._brokenness(), self._waiting_phase()))
+        self._queue.clear()
+        for reply in self._live.values():  # none, unless the actor broke in the midst of one
+            if reply.outcome is None:
+                outcome = Failed(self._brokenness(), self._waiting_phase())
+                reply.settle(outcome)
+                self.counters.count_outcome(outcome)
         for verb in (*self._waiting, *self._postponed):
             if verb.event in (Event.STOP, Event.UNLOAD):
                 verb.answer()

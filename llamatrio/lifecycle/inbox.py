@@ -63,6 +63,7 @@ class Inbox(Generic[T]):
         try:
             cells = [await self._receive.receive()]
         except trio.EndOfChannel:
+            await trio.lowlevel.checkpoint()
             return []
         while self.unread:
             cells.append(self._receive.receive_nowait())

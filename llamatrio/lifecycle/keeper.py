@@ -51,7 +51,10 @@ class Generation:
         self._ended = trio.Event()
 
     async def wait_ended(self) -> Ended:
-        """Wait for the last word."""
+        """Wait for the last word.
+
+        Cancellation: abandons the wait.
+        """
         await self._ended.wait()
         assert self.end is not None
         return self.end

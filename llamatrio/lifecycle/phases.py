@@ -179,10 +179,10 @@ def diagram() -> str:
     for (phase, event), cell in TABLE.items():
         if cell.phase is not phase:
             arrows.setdefault((phase, cell.phase), []).append(event.value)
-    lines = [
-        f"    {old.name} --> {new.name}: {', '.join(events)}" for (old, new), events in arrows.items()
-    ]
-    return "\n".join(["stateDiagram-v2", f"    [*] --> {Phase.UNLOADED.name}", *lines])
+    lines = ["stateDiagram-v2", f"    [*] --> {Phase.UNLOADED.name}"]
+    for (old, new), events in arrows.items():
+        lines.append(f"    {old.name} --> {new.name}: {', '.join(events)}")
+    return "\n".join(lines)
 
 
 GOALS: Final[Mapping[Event, frozenset[Phase]]] = MappingProxyType(

@@ -219,7 +219,9 @@ class DeltaReader:
         return self
 
     async def __anext__(self) -> Delta:
-        if not self._ahead:
+        if self._ahead:
+            await trio.lowlevel.checkpoint()
+        else:
             self._ahead.extend(await self._reply.read(self._read))
         if not self._ahead:
             raise StopAsyncIteration

@@ -135,6 +135,8 @@ class Backend(ABC):
     async def inspect(self, config: ModelConfig) -> None:
         """Refuse a configuration whose files cannot work. Loads nothing.
 
+        Cancellation: abandons the check.
+
         Raises:
           SpecificationError: says what to change.
         """

@@ -108,7 +108,10 @@ class ServerBackend(Backend):
         check(self._kind, config)
 
     async def inspect(self, config: ModelConfig) -> None:
-        """Refuse a model that is missing, unreadable or no GGUF file, and a missing program."""
+        """Refuse a model that is missing, unreadable or no GGUF file, and a missing program.
+
+        Cancellation: abandons the check; a thread that reads a file is left to end.
+        """
         find_program(self._kind)
         files = (config.model, config.mmproj, config.draft_model, *(x.path for x in config.lora))
         for path in files:
@@ -272,8 +275,8 @@ def check_gguf(path: str) -> None:
     try:
         with open(path, "rb") as file:
             head = file.read(4)
-    except OSError as exc:
-        raise ModelFileError(path, exc.strerror or str(exc)) from exc
+    except (OSError, ValueError) as exc:  # the latter for a NUL in the path
+        raise ModelFileError(path, getattr(exc, "strerror", None) or str(exc)) from exc
     if not head:
         raise ModelFileError(path, "the file is empty")
     if head != b"GGUF":

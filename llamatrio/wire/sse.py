@@ -45,6 +45,7 @@ class AnswerReader:
     def __init__(self) -> None:
         self._lines = LineSplitter(MAX_EVENT)
         self._data: list[bytes] = []
+        self._size = 0  # of the event so far
         self._reason: Reason = "stop"
         self._usage = Usage()
         self._timings: Mapping[str, float] = {}
@@ -64,15 +65,19 @@ class AnswerReader:
             if self._finished:
                 return
             if isinstance(line, Oversize):
-                raise AnswerTooLarge(f"an event of {line.size} bytes; {MAX_EVENT} is the limit")
+                raise _too_large(line.size)
             yield from self._line(line)
 
     def _line(self, line: Line) -> Iterator[Event]:
         if line.data.startswith(b"data:"):
             self._data.append(line.data[5:].removeprefix(b" "))
+            self._size += len(line.data)
+            if self._size > MAX_EVENT:
+                raise _too_large(self._size)
         elif not line.data and self._data:
             data = b"\n".join(self._data)
             self._data.clear()
+            self._size = 0
             yield from self._event(data)
 
     def _event(self, data: bytes) -> Iterator[Event]:
@@ -91,7 +96,8 @@ class AnswerReader:
             raise BadAnswer(f"an event of the answer has an unknown form: {exc}") from exc
 
     def _object(self, event: dict[str, object], data: bytes) -> Iterator[Event]:
-        if isinstance(error := event.get("error"), dict):
+        error = event if "code" in event else event.get("error")  # `/v1/messages` sends it bare
+        if isinstance(error, dict):
             raise refusal(0, error)
         progress = event.get("prompt_progress")
         if isinstance(progress, dict):
@@ -115,12 +121,18 @@ class AnswerReader:
             self._reason = _REASONS.get(event.get("stop_type"), "stop")
         if isinstance(delta := event.get("delta"), dict) and delta.get("stop_reason"):
             self._reason = _REASONS.get(delta["stop_reason"], "stop")
+        if isinstance(item := event.get("item"), dict) and item.get("type") == "function_call":
+            self._reason = "tool_calls"  # `/v1/responses` gives no reason
         if (choice := _choice(event)) and choice.get("finish_reason"):
             self._reason = _REASONS.get(choice["finish_reason"], "stop")
 
     def _finish(self) -> Finished:
         self._finished = True
         return Finished(self._reason, self._usage, self._timings)
+
+
+def _too_large(size: int) -> AnswerTooLarge:
+    return AnswerTooLarge(f"an event of {size} bytes or more; {MAX_EVENT} is the limit")
 
 
 def refusal(status: int, error: Mapping[str, object]) -> RequestRefused:
@@ -162,7 +174,12 @@ def _delta(event: Mapping[str, object], data: bytes) -> Delta:
             return Delta(text, data=data)
         case {"delta": {"type": "thinking_delta", "thinking": str(text)}}:
             return Delta(reasoning=text, data=data)
-        case {"delta": {"type": "input_json_delta"}}:
+        case (
+            {"delta": {"type": "input_json_delta"}}
+            | {"content_block": {"type": "tool_use"}}
+            | {"type": "response.function_call_arguments.delta"}
+            | {"type": "response.output_item.added", "item": {"type": "function_call"}}
+        ):
             return Delta(tool_calls=(event,), data=data)
         case _:
             return Delta(data=data)
