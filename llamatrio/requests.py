@@ -40,6 +40,12 @@ STREAMED: Final[Mapping[str, str]] = {
 
 _BOUNDS: Final = ("n_predict", "max_tokens", "max_completion_tokens", "max_output_tokens")
 
+_ALWAYS: Final[Mapping[str, object]] = {
+    "stream": True,
+    "return_progress": True,
+    "stream_options": {"include_usage": True},
+}
+
 Message: TypeAlias = Mapping[str, object]
 """A chat message as OpenAI writes it: `role` and `content`, the latter with images if need be."""
 
@@ -52,8 +58,14 @@ _REFUSED: Final = {
 }
 
 
-def _copied(body: Mapping[str, object]) -> Mapping[str, object]:
-    return dict(body)
+def _copied(
+    body: Mapping[str, object] | Sequence[object],
+) -> Mapping[str, object] | Sequence[object]:
+    if isinstance(body, Mapping):
+        return dict(body)
+    if isinstance(body, Sequence) and not isinstance(body, str | bytes):
+        return list(body)
+    raise SpecificationError(f"a body is a JSON object or an array, not {body!r}")
 
 
 @attrs.frozen
@@ -66,7 +78,8 @@ class Request:
 
     Attributes:
       path: The endpoint, such as "/completion" or "/tokenize".
-      body: The JSON object to send. GET sends none.
+      body: The JSON object to send; a few endpoints, such as "/lora-adapters", want an array. GET
+        sends none.
       method: "POST", or "GET" for the endpoints that only tell.
 
     Raises:
@@ -75,7 +88,9 @@ class Request:
     """
 
     path: str
-    body: Mapping[str, object] = attrs.field(factory=dict, repr=False, converter=_copied)
+    body: Mapping[str, object] | Sequence[object] = attrs.field(
+        factory=dict, repr=False, converter=_copied
+    )
     method: Literal["GET", "POST"] = "POST"
     encoded: bytes = attrs.field(init=False, repr=False, eq=False)
 
@@ -94,12 +109,12 @@ class Request:
     def _encode(self) -> bytes:
         if self.method == "GET":
             return b""
-        body = dict(self.body)
+        body = self.body
         if self.streamed:
+            if not isinstance(body, Mapping):
+                raise SpecificationError(f"the body of {self.path} is a JSON object")
             _refuse(body)
-            body |= _bound(self.path, body)
-            body |= {"stream": True, "return_progress": True}
-            body |= {"stream_options": {"include_usage": True}}
+            body = {**body, **_bound(self.path, body), **_ALWAYS}
         try:
             return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
         except (TypeError, ValueError, RecursionError) as exc:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from llamatrio import Hosted, ModelConfig
 from llamatrio.child.launch import plan
 from llamatrio.testing.parrot import Parrot
 from llamatrio.wire.lines import Line, LineSplitter
-from llamatrio.wire.records import Loading, Malformed, Ready, Record, parse
+from llamatrio.wire.records import PREFIX, Loading, Malformed, Ready, Record, parse
 
 HOST = str(Path(llamatrio.child.__path__[0]) / "host.py")
 
@@ -20,8 +21,11 @@ HOST = str(Path(llamatrio.child.__path__[0]) / "host.py")
 FRAGMENT = r"printf 'fetching 41%%\033[0m' >&2; "
 
 
-def records_of(stream: int, parrot: Parrot, tmp_path: Path) -> list[Record]:
-    """Run a real child behind a launcher that leaves a fragment on stderr; read what it says."""
+def run_child(stderr: int, parrot: Parrot, tmp_path: Path) -> tuple[list[Record], bytes]:
+    """Run a real child behind a launcher that leaves a fragment on stderr.
+
+    Returns the records that are found on its stdout, and the bytes.
+    """
     launch = plan(
         Hosted(),
         ModelConfig(parrot.path),
@@ -31,34 +35,40 @@ def records_of(stream: int, parrot: Parrot, tmp_path: Path) -> list[Record]:
         key="key",
         environ=os.environ,
     )
-    command = ["sh", "-c", FRAGMENT + 'exec "$0" "$@"', *launch.command]
+    *program, settings = launch.command
+    # A line of the child's own log would end the fragment before the record does, now and then.
+    quiet = json.dumps(json.loads(settings) | {"verbosity": 0})
+    command = ["sh", "-c", FRAGMENT + 'exec "$0" "$@"', *program, quiet]
     records: list[Record] = []
+    raw = b""
     with subprocess.Popen(
-        command, env=launch.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream
+        command, env=launch.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr
     ) as child:
         assert child.stdout is not None
         assert child.stdin is not None
         lines = LineSplitter(2**20)
         while data := os.read(child.stdout.fileno(), 4096):
+            raw += data
             for line in lines.feed(data):
                 record = parse(line.data) if isinstance(line, Line) else None
                 if record is not None and not isinstance(record, Malformed):
                     records.append(record)
             if any(isinstance(record, Ready) for record in records):
                 child.stdin.close()
-    return records
+    return records, raw
 
 
 def test_a_fragment_of_log_swallows_a_record_on_one_merged_pipe(
     parrot: Parrot, tmp_path: Path
 ) -> None:
-    records = records_of(subprocess.STDOUT, parrot, tmp_path)
+    records, raw = run_child(subprocess.STDOUT, parrot, tmp_path)
+    assert b"fetching 41%\x1b[0m" + PREFIX in raw
     assert Loading("text_model", ("text_model",), 0.0) not in records
 
 
 def test_the_same_fragment_cannot_touch_a_record_on_two_pipes(
     parrot: Parrot, tmp_path: Path
 ) -> None:
-    records = records_of(subprocess.DEVNULL, parrot, tmp_path)
+    records, _ = run_child(subprocess.DEVNULL, parrot, tmp_path)
     assert records[0] == Loading("text_model", ("text_model",), 0.0)
     assert isinstance(records[-1], Ready)

@@ -8,7 +8,8 @@ read it.
 The contract is that of llama.cpp's own child: stdout carries state records alone, and
 `cmd_router_to_child:exit` on stdin, or its end, ends the process. Here the process leaves with
 `os._exit`, at any time, without a word to the native side: the memory goes with it, and neither a
-request that is open nor the moment at which the line arrives can get in the way.
+request that is open nor the moment at which the line arrives can get in the way. Only while the
+model is being loaded nothing is read: the wheel holds the GIL then. SIGTERM acts at once there.
 """
 
 import json

@@ -451,8 +451,22 @@ _HARMLESS_FAMILIES: Final = (
 )  # fmt: skip
 
 
-def redact(text: str, secrets: tuple[str, ...]) -> str:
-    """Return a text without the secrets in it."""
+def redact(text: str, secrets: tuple[str, ...], *, cut: bool = False) -> str:
+    """Return a text without the secrets in it.
+
+    Args:
+      text: The text.
+      secrets: What to take out.
+      cut: Whether the text was cut off at its end, and may end within a secret.
+    """
     for secret in secrets:
-        text = text.replace(secret, "[redacted]")
+        text = text.replace(secret, _REDACTED)
+        if cut:
+            ends = (secret[:length] for length in range(len(secret) - 1, _GIVEAWAY, -1))
+            end = next((end for end in ends if text.endswith(end)), None)
+            text = text.removesuffix(end) + _REDACTED if end else text
     return text
+
+
+_REDACTED: Final = "[redacted]"
+_GIVEAWAY: Final = 4  # characters of a secret that may be left at a cut

@@ -8,6 +8,7 @@ oldest lines, counted, and the handlers run in a thread.
 from __future__ import annotations
 
 import logging
+import traceback
 from typing import Final
 
 import trio
@@ -73,7 +74,11 @@ class LogChannel:
 
 def _log(logger: logging.Logger, records: list[tuple[int, str]]) -> None:
     for severity, line in records:
-        logger.log(severity, "%s", line)
+        try:
+            logger.log(severity, "%s", line)
+        except Exception:  # noqa: BLE001 - a handler or a filter; logging passes on what these raise
+            if logging.raiseExceptions:
+                traceback.print_exc()
 
 
 def level(line: str) -> int:

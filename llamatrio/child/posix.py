@@ -98,6 +98,8 @@ async def spawn(launch: Launch) -> ChildProcess:
     """
     theirs: list[int] = []
     ours: list[int] = []
+    # The child inherits this. Until it has its session, a Ctrl-C in the terminal would reach it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for read_end_is_theirs in (True, False, False):
             ends = os.pipe()
@@ -119,6 +121,7 @@ async def spawn(launch: Launch) -> ChildProcess:
     finally:
         for fd in theirs:
             os.close(fd)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if sys.platform == "linux":
         _forbid_core_dump(popen.pid)
     return ChildProcess(popen, watch, *ours)

@@ -75,7 +75,6 @@ async def run_child(
         raise SpawnError(launch.command[0], getattr(exc, "strerror", None) or str(exc)) from exc
     child = _Child(process, launch, listener, logs, tally)
     try:
-        listener.on_spawn(process.pid)
         await child.run()
     finally:
         listener.on_exit(child.describe_exit(), child.fault)
@@ -111,6 +110,7 @@ class _Child:
             nursery.start_soon(self.pump)
             nursery.start_soon(self.watch_handshake)
             try:
+                self.listener.on_spawn(self.process.pid)
                 with self.alive:
                     await self.process.wait()
                     self.exited = True
@@ -136,6 +136,7 @@ class _Child:
                         self.tally,
                         self.take,
                         self.listener.on_unexpected,
+                        self.launch.secrets,
                     )
                     pumps.start_soon(
                         pump_logs,

@@ -19,9 +19,9 @@ from llamatrio.child.logs import LogChannel
 from llamatrio.wire.lines import Line, LineSplitter, Oversize
 from llamatrio.wire.records import Malformed, Record, parse
 
-# Small, because all records of one chunk are taken before any other task runs.
+# Small, because all lines of one chunk are taken before any other task runs.
 _STATE_CHUNK: Final = 2**13
-_LOG_CHUNK: Final = 2**16
+_LOG_CHUNK: Final = 2**13
 
 
 class ByteStream(Protocol):
@@ -82,6 +82,7 @@ async def pump_state(
     tally: Tally,
     on_record: Callable[[Record], None],
     on_unexpected: Callable[[bytes], None],
+    secrets: tuple[str, ...] = (),
 ) -> None:
     """Read a child's stdout to its end.
 
@@ -90,37 +91,42 @@ async def pump_state(
       limit: The longest line in bytes; a longer one is dropped whole.
       tally: Where to count.
       on_record: Takes every record.
-      on_unexpected: Takes every line that is none, cut to a bound.
+      on_unexpected: Takes every line that is none, cut to a bound if it is too long.
+      secrets: Texts to take out of these.
     """
     lines = LineSplitter(limit, keep=200)
+
+    def reject(line: Line | Oversize) -> None:
+        on_unexpected(_clean(line, "latin-1", secrets).encode("latin-1"))
+
     while data := await stream.receive_some(_STATE_CHUNK):
         tally.stdout_bytes += len(data)
         for line in lines.feed(data):
-            _take_line(line, tally, on_record, on_unexpected)
+            _take_line(line, tally, on_record, reject)
         await trio.lowlevel.checkpoint()
     if (rest := lines.close()) is not None:
         # Never a record, whatever it looks like: the writer may have died within it.
         tally.unexpected += 1
-        on_unexpected(rest.data if isinstance(rest, Line) else rest.head)
+        reject(rest)
 
 
 def _take_line(
     line: Line | Oversize,
     tally: Tally,
     on_record: Callable[[Record], None],
-    on_unexpected: Callable[[bytes], None],
+    reject: Callable[[Line | Oversize], None],
 ) -> None:
     if isinstance(line, Oversize):
         tally.oversize += 1
-        on_unexpected(line.head)
+        reject(line)
         return
     match parse(line.data):
         case None:
             tally.unexpected += 1
-            on_unexpected(line.data)
+            reject(line)
         case Malformed():
             tally.malformed += 1
-            on_unexpected(line.data)
+            reject(line)
         case record:
             tally.records += 1
             on_record(record)
@@ -148,8 +154,7 @@ async def pump_logs(
     lines = LineSplitter(limit, keep=limit)
 
     def put(line: Line | Oversize) -> None:
-        data = line.data if isinstance(line, Line) else line.head
-        text = redact(data.decode(errors="backslashreplace"), secrets)
+        text = _clean(line, "utf-8", secrets)
         tally.log_lines += 1
         tail.add(text)
         channel.put(text)
@@ -161,3 +166,10 @@ async def pump_logs(
         await trio.lowlevel.checkpoint()
     if (rest := lines.close()) is not None:
         put(rest)
+
+
+def _clean(line: Line | Oversize, encoding: str, secrets: tuple[str, ...]) -> str:
+    """Decode what was kept of a line, without the secrets in it."""
+    cut = isinstance(line, Oversize)
+    data = line.head if isinstance(line, Oversize) else line.data
+    return redact(data.decode(encoding, "backslashreplace"), secrets, cut=cut)

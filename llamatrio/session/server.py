@@ -27,6 +27,7 @@ from llamatrio.child.launch import (
     Stock,
     check,
     plan,
+    redact,
 )
 from llamatrio.child.logs import LogChannel
 from llamatrio.child.process import run_child
@@ -82,7 +83,8 @@ class ServerBackend(Backend):
         self._ladder = ladder or Ladder()
         self._bounds = bounds or Bounds()
         self._tally = Tally()
-        self._dropped = 0
+        self._dropped = 0  # by children that have ended
+        self._logs: LogChannel | None = None
         self._pid: int | None = None
 
     def __repr__(self) -> str:
@@ -101,7 +103,7 @@ class ServerBackend(Backend):
     @property
     def dropped_log_lines(self) -> int:
         """Log lines that were lost because handlers of the logger were too slow."""
-        return self._dropped
+        return self._dropped + (self._logs.dropped if self._logs else 0)
 
     def check(self, config: ModelConfig) -> None:
         """Refuse what this kind of child cannot honour."""
@@ -129,7 +131,7 @@ class ServerBackend(Backend):
         with private_address(self._runtime_dir) as address:
             key = secrets.token_hex(32)
             launch = self._plan(config, address, key)
-            told = _Translator(self, HttpSession(address, key), config, publish)
+            told = _Translator(self, HttpSession(address, key), config, publish, launch.secrets)
             await self._run_child(launch, told)
 
     def _plan(self, config: ModelConfig, address: Address, key: str) -> Launch:
@@ -145,7 +147,7 @@ class ServerBackend(Backend):
         return attrs.evolve(launch, ladder=self._ladder, bounds=self._bounds)
 
     async def _run_child(self, launch: Launch, listener: _Translator) -> None:
-        logs = LogChannel(launch.bounds.log_lines)
+        self._logs = logs = LogChannel(launch.bounds.log_lines)
         failure: SpawnError | None = None
         async with trio.open_nursery() as nursery:
             handlers = trio.CancelScope(shield=True)
@@ -159,6 +161,7 @@ class ServerBackend(Backend):
                 logs.close()
                 handlers.deadline = trio.current_time() + _LINGER
                 self._dropped += logs.dropped
+                self._logs = None
         if failure is not None:
             raise failure
 
@@ -175,12 +178,18 @@ class _Translator:
     logs: LogChannel
 
     def __init__(
-        self, backend: ServerBackend, session: HttpSession, config: ModelConfig, publish: Publish
+        self,
+        backend: ServerBackend,
+        session: HttpSession,
+        config: ModelConfig,
+        publish: Publish,
+        secrets: tuple[str, ...],
     ) -> None:
         self._backend = backend
         self._session = session
         self._config = config
         self._publish = publish
+        self._secrets = secrets
         self._opened = False
 
     def on_spawn(self, pid: int) -> None:
@@ -198,7 +207,8 @@ class _Translator:
             case Sleeping():
                 self._publish(Asleep())
             case Unknown():
-                self.logs.put(f"W unknown state {record.state!r}: it changes nothing")
+                state = redact(record.state, self._secrets)[:200]
+                self.logs.put(f"W unknown state {state!r}: it changes nothing")
 
     def _on_ready(self, record: Ready) -> None:
         if record.info is not None:  # null after sleep: what we know stays true

@@ -53,7 +53,7 @@ else:
           SocketPathTooLong: if the operating system could not take the path.
           SpecificationError: if the directory cannot be made.
         """
-        parent = parent or tempfile.gettempdir()
+        parent = os.path.abspath(parent or tempfile.gettempdir())
         _sweep(parent)
         try:
             directory = Path(tempfile.mkdtemp(prefix=_NAME, dir=parent))  # mode 0700

@@ -9,7 +9,7 @@ exactly one outcome for every request.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final, TypeAlias
 
@@ -175,7 +175,8 @@ class _ScriptedSession(ModelSession):
 
 
 def _bound(request: Request) -> int:
-    bounds = [request.body.get(name) for name in ("max_tokens", "n_predict")]
+    body = request.body if isinstance(request.body, Mapping) else {}
+    bounds = [body.get(name) for name in ("max_tokens", "n_predict")]
     return next((bound for bound in bounds if isinstance(bound, int)), 1024)
 
 

@@ -1,0 +1,365 @@
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import MockClock, Sequencer, assert_checkpoints, wait_all_tasks_blocked
+
+from llamatrio.errors import LlamatrioError, RequestCancelled, RequestFailed, StreamBroken
+from llamatrio.lifecycle.reply import Reply, Result
+from llamatrio.outcomes import Cancelled, Failed, Finished, Outcome, Phase, Usage
+from llamatrio.requests import Delta, PromptProgress, completion_request
+
+FINISHED = Finished("stop", Usage(3, 0, 2))
+CANCELLED = Cancelled("stop", "generating", 2)
+FAILED = Failed(StreamBroken("cut"), "generating", 2)
+ENDS = [FINISHED, CANCELLED, FAILED]
+
+
+class Line:
+    """Stands where the actor stands: it says where a request waits, and hears of cancels."""
+
+    def __init__(self) -> None:
+        self.phase: Phase = "queued"
+        self.cancelled: list[int] = []
+
+    def reply(self, *pieces: str, outcome: Outcome | None = None) -> Reply:
+        reply = Reply(
+            7,
+            completion_request("x"),
+            lambda: self.phase,
+            lambda reply: self.cancelled.append(reply.id),
+        )
+        for piece in pieces:
+            reply.emit(Delta(piece))
+        if outcome is not None:
+            reply.settle(outcome)
+        return reply
+
+
+@pytest.fixture
+def line() -> Line:
+    return Line()
+
+
+async def read_all(reply: Reply, into: list[str]) -> None:
+    async for text in reply:
+        into.append(text)  # noqa: PERF401 - an error keeps what came before it
+
+
+# -- where it stands ---------------------------------------------------------------------------
+
+
+def test_a_request_stands_where_it_waits_until_it_runs(line: Line) -> None:
+    reply = line.reply()
+    phases = [reply.phase]
+    line.phase = "loading"
+    phases.append(reply.phase)
+    reply.begin()
+    phases.append(reply.phase)
+    reply.emit(PromptProgress(3, 0, 3, 0.1))
+    phases.append(reply.phase)
+    reply.emit(Delta("a"))
+    phases.append(reply.phase)
+    assert phases == ["queued", "loading", "prompt", "prompt", "generating"]
+
+
+def test_a_request_that_ended_badly_stands_where_it_stood_then(line: Line) -> None:
+    reply = line.reply(outcome=Cancelled("stop", "loading"))
+    line.phase = "queued"
+    assert reply.phase == "loading"
+
+
+def test_what_has_come_so_far_can_be_read_at_any_time(line: Line) -> None:
+    reply = line.reply()
+    assert (reply.text, reply.reasoning, reply.tokens, reply.progress) == ("", "", 0, None)
+    progress = PromptProgress(3, 0, 3, 0.1)
+    reply.emit(progress)
+    reply.emit(Delta(reasoning="Hm. "))
+    reply.emit(Delta("a"))
+    reply.emit(Delta("b", reasoning="Yes."))
+    assert (reply.text, reply.reasoning, reply.tokens) == ("ab", "Hm. Yes.", 3)
+    assert reply.progress is progress
+
+
+def test_a_reply_has_one_outcome_and_no_second(line: Line) -> None:
+    reply = line.reply(outcome=FINISHED)
+    with pytest.raises(AssertionError):
+        reply.settle(CANCELLED)
+    assert reply.outcome is FINISHED
+
+
+def test_a_repr_says_which_request_and_where_it_stands_but_no_text(line: Line) -> None:
+    reply = line.reply("a secret")
+    assert repr(reply) == "<Reply 7 /completion generating>"
+    reply.settle(CANCELLED)
+    assert repr(reply) == "<Reply 7 /completion Cancelled>"
+
+
+# -- cancel ------------------------------------------------------------------------------------
+
+
+def test_a_cancel_is_handed_on_until_there_is_an_outcome(line: Line) -> None:
+    reply = line.reply("a")
+    reply.cancel()
+    assert line.cancelled == [7]
+    assert reply.outcome is None
+    reply.settle(CANCELLED)
+    reply.cancel()
+    assert line.cancelled == [7]
+
+
+def test_a_cancel_of_a_finished_request_leaves_it_finished(line: Line) -> None:
+    reply = line.reply("a", outcome=FINISHED)
+    reply.cancel()
+    assert line.cancelled == []
+    assert reply.outcome is FINISHED
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+async def test_a_reader_gets_each_piece_as_it_comes(line: Line, autojump_clock: MockClock) -> None:
+    reply = line.reply()
+    got: list[tuple[float, str]] = []
+    began = trio.current_time()
+
+    async def read() -> None:
+        got.extend([(round(trio.current_time() - began), text) async for text in reply])
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        for piece in "abc":
+            await trio.sleep(1)
+            reply.emit(Delta(piece))
+        await trio.sleep(1)
+        reply.settle(FINISHED)
+    assert got == [(1, "a"), (2, "b"), (3, "c")]
+
+
+async def test_a_slow_reader_gets_what_it_missed_joined(
+    line: Line, autojump_clock: MockClock
+) -> None:
+    reply = line.reply()
+    got = []
+
+    async def read() -> None:
+        async for text in reply:
+            got.append(text)
+            await trio.sleep(2.5)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        for piece in "abcdef":
+            await trio.sleep(1)
+            reply.emit(Delta(piece))
+        reply.settle(FINISHED)
+    assert got == ["a", "bc", "def"]
+
+
+async def test_a_reader_that_comes_at_the_end_gets_the_whole_text_at_once(line: Line) -> None:
+    reply = line.reply("a", "b", "c", outcome=FINISHED)
+    assert [text async for text in reply] == ["abc"]
+    assert [text async for text in reply] == ["abc"]
+
+
+async def test_two_readers_each_get_everything(line: Line, autojump_clock: MockClock) -> None:
+    reply = line.reply()
+    early: list[str] = []
+    late: list[str] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read_all, reply, early)
+        await wait_all_tasks_blocked()
+        reply.emit(Delta("a"))
+        await wait_all_tasks_blocked()
+        reply.emit(Delta("b"))
+        nursery.start_soon(read_all, reply, late)
+        await wait_all_tasks_blocked()
+        reply.emit(Delta("c"))
+        await wait_all_tasks_blocked()
+        reply.settle(FINISHED)
+    assert early == ["a", "b", "c"]
+    assert late == ["ab", "c"]
+
+
+async def test_pieces_without_text_wake_a_reader_of_deltas_and_not_of_text(line: Line) -> None:
+    progress = PromptProgress(3, 0, 3, 0.1)
+    pieces = [Delta(reasoning="Hm"), Delta("a"), Delta(tool_calls=({"index": 0},)), Delta("b")]
+    texts: list[str] = []
+    deltas: list[Delta] = []
+    reply = line.reply()
+
+    async def read_deltas() -> None:
+        deltas.extend([delta async for delta in reply.deltas()])
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read_all, reply, texts)
+        nursery.start_soon(read_deltas)
+        reply.emit(progress)
+        for piece in pieces:
+            reply.emit(piece)
+            await wait_all_tasks_blocked()
+        reply.settle(FINISHED)
+    assert texts == ["a", "b"]
+    assert deltas == pieces
+
+
+async def test_a_slow_reader_of_deltas_gets_each_of_them(line: Line) -> None:
+    reply = line.reply("a", "", "c", outcome=FINISHED)
+    assert [delta async for delta in reply.deltas()] == [Delta("a"), Delta(""), Delta("c")]
+
+
+async def test_an_answer_without_a_piece_ends_a_reader_at_once(line: Line) -> None:
+    reply = line.reply(outcome=FINISHED)
+    assert [text async for text in reply] == []
+    assert [delta async for delta in reply.deltas()] == []
+
+
+@pytest.mark.parametrize("outcome", [CANCELLED, FAILED])
+async def test_reading_gives_the_text_first_and_then_raises_unless_it_finished(
+    line: Line, outcome: Cancelled | Failed
+) -> None:
+    kind = RequestCancelled if isinstance(outcome, Cancelled) else RequestFailed
+    reply = line.reply("a", "b", outcome=outcome)
+    got: list[str] = []
+    with pytest.raises(kind) as caught:
+        await read_all(reply, got)
+    assert got == ["ab"]
+    assert caught.value.args == (outcome, "ab")
+    deltas = []
+    with pytest.raises(kind):
+        async for delta in reply.deltas():
+            deltas.append(delta)  # noqa: PERF401 - an error keeps what came before it
+    assert deltas == [Delta("a"), Delta("b")]
+    with pytest.raises(kind) as caught:
+        await reply.result()
+    assert caught.value.args == (outcome, "ab")
+
+
+async def test_a_failure_is_the_cause_of_what_reading_raises(line: Line) -> None:
+    with pytest.raises(RequestFailed) as caught:
+        await line.reply("a", outcome=FAILED).result()
+    assert caught.value.__cause__ is FAILED.error
+    assert str(caught.value) == "the request failed (generating): cut"
+
+
+async def test_a_cancelled_request_says_by_whom_and_where(line: Line) -> None:
+    with pytest.raises(RequestCancelled) as caught:
+        await line.reply("a", outcome=CANCELLED).result()
+    assert str(caught.value) == "the request was cancelled by stop (generating, after 2 tokens)"
+
+
+@pytest.mark.parametrize("outcome", [CANCELLED, FAILED])
+async def test_each_reader_has_an_exception_of_its_own(line: Line, outcome: Outcome) -> None:
+    reply = line.reply()
+    raised: list[LlamatrioError] = []
+
+    async def read() -> None:
+        try:
+            await read_all(reply, [])
+        except LlamatrioError as exc:
+            raised.append(exc)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        nursery.start_soon(read)
+        await wait_all_tasks_blocked()
+        reply.settle(outcome)
+    assert len({id(exc) for exc in raised}) == 2
+
+
+@pytest.mark.parametrize("outcome", ENDS)
+async def test_wait_returns_the_outcome_whatever_it_is(line: Line, outcome: Outcome) -> None:
+    reply = line.reply()
+    async with trio.open_nursery() as nursery:
+
+        async def wait() -> None:
+            assert await reply.wait() is outcome
+
+        nursery.start_soon(wait)
+        nursery.start_soon(wait)
+        await wait_all_tasks_blocked()
+        reply.emit(Delta("a"))
+        await wait_all_tasks_blocked()
+        reply.settle(outcome)
+    assert await reply.wait() is outcome
+
+
+async def test_the_result_is_the_whole_answer(line: Line) -> None:
+    reply = line.reply("a", "b")
+    reply.emit(Delta("c", reasoning="Hm"))
+    reply.settle(FINISHED)
+    assert await reply.result() == Result("abc", FINISHED, "Hm")
+
+
+async def test_a_reader_that_is_cancelled_leaves_the_request_to_others(line: Line) -> None:
+    reply = line.reply()
+    got: list[str] = []
+    order = Sequencer()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read_all, reply, got)
+
+        async def give_up() -> None:
+            with trio.CancelScope() as scope:
+                async for text in reply:
+                    assert text == "a"
+                    async with order(0):
+                        scope.cancel()
+            assert scope.cancelled_caught
+
+        nursery.start_soon(give_up)
+        await wait_all_tasks_blocked()
+        reply.emit(Delta("a"))
+        async with order(1):
+            reply.emit(Delta("b"))
+        await wait_all_tasks_blocked()
+        reply.settle(FINISHED)
+    assert got == ["a", "b"]
+    assert line.cancelled == []
+
+
+async def test_a_reader_that_breaks_off_can_go_on_later(line: Line) -> None:
+    reply = line.reply("a")
+    reader = aiter(reply)
+    assert await anext(reader) == "a"
+    reply.emit(Delta("b"))
+    reply.emit(Delta("c"))
+    assert await anext(reader) == "bc"
+    reply.settle(FINISHED)
+    with pytest.raises(StopAsyncIteration):
+        await anext(reader)
+    with pytest.raises(StopAsyncIteration):
+        await anext(reader)
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+async def test_every_call_is_a_checkpoint_even_if_there_is_nothing_to_wait_for(line: Line) -> None:
+    reply = line.reply("a", "b", outcome=FINISHED)
+    texts, deltas = aiter(reply), aiter(reply.deltas())
+    with assert_checkpoints():
+        await reply.wait()
+    with assert_checkpoints():
+        await reply.result()
+    with assert_checkpoints():
+        await reply.read(0)
+    with assert_checkpoints():
+        await reply.read(2)
+    with assert_checkpoints():
+        assert await anext(texts) == "ab"
+    for piece in "ab":
+        with assert_checkpoints():
+            assert await anext(deltas) == Delta(piece)
+    for reader in (texts, deltas):
+        with assert_checkpoints(), pytest.raises(StopAsyncIteration):
+            await anext(reader)
+
+
+async def test_every_call_is_a_checkpoint_even_if_it_raises(line: Line) -> None:
+    reply = line.reply(outcome=CANCELLED)
+    with assert_checkpoints():
+        await reply.wait()
+    with assert_checkpoints(), pytest.raises(RequestCancelled):
+        await reply.result()
+    with assert_checkpoints(), pytest.raises(RequestCancelled):
+        await anext(aiter(reply))
