@@ -6,9 +6,8 @@ of `llamatrio.child.launch`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
-from types import MappingProxyType
 from typing import Literal, get_args
 
 import attrs
@@ -51,8 +50,26 @@ def _loras(value: Iterable[Lora | str | PurePath]) -> tuple[Lora, ...]:
     return tuple(item if isinstance(item, Lora) else Lora(str(item)) for item in value)
 
 
-def _frozen(value: Mapping[str, str]) -> Mapping[str, str]:
-    return MappingProxyType(dict(value))
+class Variables(Mapping[str, str]):
+    """Environment variables that do not change, and whose values no repr shows."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> str:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
+
+    def __repr__(self) -> str:
+        return repr(sorted(self._values))
 
 
 @attrs.frozen
@@ -114,9 +131,7 @@ class ModelConfig:
     seed: int | None = attrs.field(default=None, kw_only=True)
     sleep_after: int | None = attrs.field(default=None, kw_only=True)
     args: tuple[str, ...] = attrs.field(default=(), kw_only=True, converter=_strings)
-    env: Mapping[str, str] = attrs.field(
-        factory=dict, kw_only=True, converter=_frozen, repr=lambda env: repr(sorted(env))
-    )
+    env: Mapping[str, str] = attrs.field(factory=dict, kw_only=True, converter=Variables)
 
     def __attrs_post_init__(self) -> None:
         if self.model == "":

@@ -356,7 +356,8 @@ async def open_provider(
     been left.
 
     An exception of the body comes out as it is, with its cause and context. An exception of the
-    library comes out bare. Both at once come as a group.
+    library comes out bare. Both at once come as a group. A Ctrl-C while the block is being left
+    comes out itself, with the exception of the body as its context.
 
     Cancellation: leaves the block. The clean-up is shielded. It takes milliseconds; a child that
     does not obey gets up to 17 seconds, the sum of `llamatrio.child.launch.Ladder`.

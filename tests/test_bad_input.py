@@ -605,6 +605,8 @@ async def main(model, runtime_dir):
             left = set(os.listdir("/proc/self/fd")) - before
             if left:
                 sys.exit(f"descriptors are left: {left}")
+            if os.listdir(runtime_dir):
+                sys.exit("a directory is left")
 
 trio.run(main, *sys.argv[1:])
 """

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +156,10 @@ def test_equal_configurations_are_equal_however_they_were_written() -> None:
 def test_evolving_checks_again() -> None:
     with pytest.raises(SpecificationError, match="slots"):
         attrs.evolve(configure(), slots=0)
+
+
+def test_a_configuration_can_be_hashed_pickled_and_copied() -> None:
+    config = ModelConfig("m.gguf", env={"NAME": "value"}, args=["--jinja"])
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config) == config
+    assert hash(config) == hash(ModelConfig("m.gguf", env={"NAME": "value"}, args=["--jinja"]))

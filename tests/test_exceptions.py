@@ -9,7 +9,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 
 import attrs
 import pytest
@@ -232,18 +232,14 @@ async def test_an_exception_of_the_body_comes_out_as_it_went_in(
 ) -> None:
     error = make()
     before = Portrait.of(error)
-    seen: BaseException | None = None
-    with trio.fail_after(60):
-        try:
-            async with books.open() as provider:
-                await provider.start()
-                replies = [provider.submit(LONG) for _ in range(3)]
-                await first_text(replies[0])
-                raise error
-        except BaseException as exc:  # noqa: BLE001 - looked at below
-            seen = exc
-    assert seen is not None
-    assert Portrait.of(seen) == before
+    replies: list[Reply] = []
+    with trio.fail_after(60), pytest.raises(type(error)) as caught:
+        async with books.open() as provider:
+            await provider.start()
+            replies += [provider.submit(LONG) for _ in range(3)]
+            await first_text(replies[0])
+            raise error
+    assert Portrait.of(caught.value) == before
     assert [reply.outcome for reply in replies] == [
         outcomes.Cancelled("shutdown", "generating", replies[0].tokens),
         outcomes.Cancelled("shutdown", "queued"),
@@ -253,23 +249,27 @@ async def test_an_exception_of_the_body_comes_out_as_it_went_in(
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: str(make.__name__))
-async def test_an_exception_of_the_body_keeps_the_context_it_was_raised_in(
+def test_an_exception_of_the_body_keeps_the_context_it_was_raised_in(
     books: Books, make: Callable[[], BaseException]
 ) -> None:
+    async def main() -> None:
+        with pytest.raises(type(error)) as caught:
+            async with books.open():
+                raise error
+        assert caught.value is error
+
     error = make()
     outer = LookupError("outer")
     try:
         raise outer
     except LookupError:
-        with pytest.raises(type(error)) as caught:
-            async with books.open():
-                raise error  # noqa: B904 - the point
-    assert caught.value is error
+        trio.run(main)
     assert error.__context__ is outer
 
 
 async def test_the_group_of_a_nursery_in_the_body_comes_out_as_it_is(books: Books) -> None:
     async def fail() -> None:
+        await trio.lowlevel.checkpoint()
         raise error
 
     error = ValueError("mine")
@@ -297,23 +297,23 @@ async def test_a_failed_load_raises_its_error_bare(kind: Kind) -> None:
 async def test_reading_the_reply_of_a_killed_child_raises_out_of_the_block_bare(
     books: Books,
 ) -> None:
+    replies: list[Reply] = []
     with trio.fail_after(60), pytest.raises(RequestFailed) as caught:
         async with books.open() as provider:
             await provider.start()
             pid = provider.diagnostics().pid
             assert pid is not None
-            waiting = provider.submit(LONG)
-            reply = provider.submit(LONG)
-            await first_text(waiting)
+            replies += [provider.submit(LONG) for _ in range(2)]
+            await first_text(replies[0])
             os.kill(pid, signal.SIGKILL)
-            await reply.result()
-    assert caught.value.outcome is reply.outcome
+            await replies[1].result()
+    assert caught.value.outcome is replies[1].outcome
     assert isinstance(caught.value.outcome, outcomes.Failed)
     assert caught.value.__cause__ is caught.value.outcome.error
     assert isinstance(caught.value.__cause__, ChildDied)
     assert caught.value.__cause__.exit is not None
     assert caught.value.__cause__.exit.signal == "SIGKILL"
-    assert isinstance(waiting.outcome, outcomes.Failed)
+    assert isinstance(replies[0].outcome, outcomes.Failed)
     books.assert_balanced(2)
 
 
@@ -464,10 +464,11 @@ def assert_broken(reply: Reply) -> None:
 
 async def test_a_broken_actor_cancels_the_body_and_raises_bare(books: Books) -> None:
     seen: list[BaseException] = []
+    replies: list[Reply] = []
     with trio.fail_after(60), pytest.raises(ProviderBroken) as caught:
         async with books.open(Breaking) as provider:
             await provider.start()
-            replies = [provider.submit(LONG) for _ in range(3)]
+            replies += [provider.submit(LONG) for _ in range(3)]
             await first_text(replies[0])
             arm(provider)
             replies.append(provider.submit(LONG))
@@ -501,28 +502,19 @@ async def test_a_broken_actor_answers_those_who_wait_outside_the_block(books: Bo
         with pytest.raises(RequestFailed):
             await reply.result()
 
+    async def use_outside(provider: LocalProvider) -> None:
+        outside.start_soon(start, provider)
+        await reach(provider, Phase.LOADING)
+        outside.start_soon(read, provider.submit(LONG))
+
     with trio.fail_after(60):
         async with trio.open_nursery() as outside:
             with pytest.raises(ProviderBroken):
                 async with books.open(Breaking) as provider:
                     arm(provider)
-                    await outside.start(start_and_tell, provider, start)
-                    outside.start_soon(read, provider.submit(LONG))
+                    await use_outside(provider)
                     await trio.sleep_forever()
     books.assert_balanced(1)
-
-
-async def start_and_tell(
-    provider: LocalProvider,
-    start: Callable[[LocalProvider], Awaitable[None]],
-    *,
-    task_status: trio.TaskStatus[None],
-) -> None:
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(start, provider)
-        while not provider.started:
-            await trio.lowlevel.checkpoint()
-        task_status.started()
 
 
 async def test_a_broken_actor_and_a_failing_body_come_as_a_group(books: Books) -> None:
@@ -534,8 +526,8 @@ async def test_a_broken_actor_and_a_failing_body_come_as_a_group(books: Books) -
             provider.submit(LONG)
             try:
                 await trio.sleep_forever()
-            except trio.Cancelled:
-                raise error from None
+            finally:
+                raise error
     mine, ours = caught.value.exceptions
     assert mine is error
     assert type(ours) is ProviderBroken
@@ -685,35 +677,52 @@ async def test_a_task_outside_the_block_learns_that_it_was_left(books: Books) ->
     books.assert_balanced(1)
 
 
-async def test_leaving_a_chat_early_cancels_it(books: Books) -> None:
+async def leave_by_the_end(reply: Reply, scope: trio.CancelScope) -> None:
+    await first_text(reply)
+
+
+async def leave_by_an_exception(reply: Reply, scope: trio.CancelScope) -> None:
+    await first_text(reply)
+    raise LookupError
+
+
+async def leave_by_a_cancel(reply: Reply, scope: trio.CancelScope) -> None:
+    async for _ in reply:
+        scope.cancel()
+
+
+@pytest.mark.parametrize("leave", [leave_by_the_end, leave_by_an_exception, leave_by_a_cancel])
+async def test_leaving_a_chat_early_cancels_it(
+    books: Books, leave: Callable[[Reply, trio.CancelScope], Awaitable[None]]
+) -> None:
+    replies: list[Reply] = []
     with trio.fail_after(60):
         async with books.open() as provider:
             await provider.start()
-            async with provider.chat("Hello", max_tokens=4000) as left:
-                await first_text(left)
-            assert left.outcome == outcomes.Cancelled("caller", "generating", left.tokens)
-            while True:
-                async with provider.chat("Hello", max_tokens=4000) as broken:
-                    async for _ in broken:
-                        break
-                    break
-            assert broken.outcome == outcomes.Cancelled("caller", "generating", broken.tokens)
-            error = ValueError("mine")
-            with pytest.raises(ValueError, match="mine") as caught:
-                async with provider.chat("Hello", max_tokens=4000) as failed:
-                    raise error
-            assert caught.value is error
-            assert isinstance(failed.outcome, outcomes.Cancelled)
-            with trio.CancelScope() as scope:
-                async with provider.chat("Hello", max_tokens=4000) as cancelled:
-                    async for _ in cancelled:
-                        scope.cancel()
-            assert scope.cancelled_caught
-            assert cancelled.outcome == outcomes.Cancelled("caller", "generating", cancelled.tokens)
+            with trio.CancelScope() as scope, suppress(LookupError):
+                async with provider.chat("Hello", max_tokens=4000) as reply:
+                    replies.append(reply)
+                    await leave(reply, scope)
+            assert scope.cancelled_caught == (leave is leave_by_a_cancel)
+            tokens = replies[0].tokens
+            assert replies[0].outcome == outcomes.Cancelled("caller", "generating", tokens)
             async with provider.chat("Hello", max_tokens=3) as read:
                 await read.result()
             assert isinstance(read.outcome, outcomes.Finished)
-    books.assert_balanced(5)
+    books.assert_balanced(2)
+
+
+async def test_a_chat_is_cancelled_by_breaking_out_of_its_block(books: Books) -> None:
+    with trio.fail_after(60):
+        async with books.open() as provider:
+            await provider.start()
+            while True:
+                async with provider.chat("Hello", max_tokens=4000) as reply:
+                    async for _ in reply:
+                        break
+                    break
+            assert reply.outcome == outcomes.Cancelled("caller", "generating", reply.tokens)
+    books.assert_balanced(1)
 
 
 async def test_readers_and_chats_that_are_dropped_leave_no_trace(books: Books) -> None:
@@ -802,6 +811,18 @@ def test_ctrl_c_while_a_cancelled_block_is_left_comes_out_bare(books: Books) -> 
     books.assert_balanced(1)
 
 
+async def test_the_body_of_a_block_is_not_protected_from_ctrl_c(books: Books) -> None:
+    with trio.fail_after(60):
+        async with books.open() as provider:
+            assert not trio.lowlevel.currently_ki_protected()
+            await provider.start()
+            async with provider.chat("Hello", max_tokens=3) as reply:
+                assert not trio.lowlevel.currently_ki_protected()
+                async for _ in reply:
+                    assert not trio.lowlevel.currently_ki_protected()
+    books.assert_balanced(1)
+
+
 def test_a_start_that_ctrl_c_gave_up_before_it_had_an_effect_has_none(books: Books) -> None:
     async def main() -> None:
         with trio.fail_after(60):
@@ -818,6 +839,7 @@ def test_a_start_that_ctrl_c_gave_up_before_it_had_an_effect_has_none(books: Boo
                 assert books.actor.counters.generations == 1
 
     async def interrupt() -> None:
+        await trio.lowlevel.checkpoint()
         signal.raise_signal(signal.SIGINT)
 
     trio.run(main)

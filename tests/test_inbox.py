@@ -26,10 +26,11 @@ async def test_a_reader_waits_until_there_is_an_item(autojump_clock: MockClock) 
         await trio.sleep(5)
         inbox.put("late")
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(write)
-        assert await inbox.take() == ["late"]
-        assert trio.current_time() == pytest.approx(5)
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            assert await inbox.take() == ["late"]
+            assert trio.current_time() == pytest.approx(5)
 
 
 async def test_unread_progress_is_replaced_by_newer_progress() -> None:

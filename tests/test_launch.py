@@ -400,7 +400,8 @@ def test_the_commands_of_the_three_kinds() -> None:
 
 # https://github.com/ollama/ollama/issues/17822
 # https://github.com/ggml-org/llama.cpp/issues/24388
-HARMFUL = """LLAMA_API_KEY LLAMA_ARG_HOST LLAMA_ARG_SSL_KEY_FILE LLAMA_ARG_MODEL
+HARMFUL = [
+    *"""LLAMA_API_KEY LLAMA_ARG_HOST LLAMA_ARG_SSL_KEY_FILE LLAMA_ARG_MODEL
     LLAMA_SERVER_CHILD_MODE LLAMA_SERVER_ROUTER_PORT LLAMA_CACHE LLAMA_LOG_FILE llama_arg_port
     HF_TOKEN HUGGING_FACE_HUB_TOKEN GITHUB_TOKEN OPENAI_API_KEY AWS_SECRET_ACCESS_KEY AWS_PROFILE
     LD_PRELOAD LD_LIBRARY_PATH LD_AUDIT DYLD_INSERT_LIBRARIES GLIBC_TUNABLES
@@ -409,11 +410,14 @@ HARMFUL = """LLAMA_API_KEY LLAMA_ARG_HOST LLAMA_ARG_SSL_KEY_FILE LLAMA_ARG_MODEL
     PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONUNBUFFERED VIRTUAL_ENV
     SSH_AUTH_SOCK NOTIFY_SOCKET DATABASE_URL XPATH PATHS HOMEPAGE MY_CUDA_THING
     XDG_CONFIG_HOME""".split()
+]
 
-HARMLESS = """PATH HOME USER LANG LC_ALL LC_CTYPE TZ TMPDIR XDG_RUNTIME_DIR Path
+HARMLESS = [
+    *"""PATH HOME USER LANG LC_ALL LC_CTYPE TZ TMPDIR XDG_RUNTIME_DIR Path
     CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES
     HSA_OVERRIDE_GFX_VERSION GGML_CUDA_P2P VK_ICD_FILENAMES OMP_NUM_THREADS ONEAPI_DEVICE_SELECTOR
     SystemRoot""".split()
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -468,6 +472,14 @@ def test_a_secret_is_taken_out_of_a_text_wherever_it_stands() -> None:
     assert redact("key one, key two", ("one", "two")) == "key [redacted], key [redacted]"
     assert redact("nothing", (KEY,)) == "nothing"
     assert redact("nothing", ()) == "nothing"
+
+
+def test_the_beginning_of_a_secret_at_a_cut_is_taken_out_but_for_a_few_characters() -> None:
+    for length in range(len(KEY)):
+        text = redact(f"key={KEY[:length]}", (KEY,), cut=True)
+        assert text == (f"key={KEY[:length]}" if length <= 4 else "key=[redacted]")
+    assert redact(f"key={KEY[:40]}", (KEY,)) == f"key={KEY[:40]}"
+    assert redact(f"key={KEY[:40]} more", (KEY,), cut=True) == f"key={KEY[:40]} more"
 
 
 # -- how it ended ------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import pytest
 import trio
 from hypothesis import given, settings, strategies as st
-from trio.testing import memory_stream_one_way_pair, wait_all_tasks_blocked
+from trio.testing import MemorySendStream, memory_stream_one_way_pair, wait_all_tasks_blocked
 
 from llamatrio.child.logs import LogChannel
 from llamatrio.child.pumps import ByteStream, Tail, Tally, pump_logs, pump_state
@@ -299,7 +299,7 @@ async def pump_memory(stdout: Iterable[bytes], stderr: Iterable[bytes]) -> Recor
     send_out, receive_out = memory_stream_one_way_pair()
     send_err, receive_err = memory_stream_one_way_pair()
 
-    async def send(stream: trio.testing.MemorySendStream, chunks: Iterable[bytes]) -> None:
+    async def send(stream: MemorySendStream, chunks: Iterable[bytes]) -> None:
         for chunk in chunks:
             await stream.send_all(chunk)
             await wait_all_tasks_blocked()

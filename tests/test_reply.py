@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
 import pytest
 import trio
 from trio.testing import MockClock, Sequencer, assert_checkpoints, wait_all_tasks_blocked
@@ -34,6 +37,13 @@ class Line:
         if outcome is not None:
             reply.settle(outcome)
         return reply
+
+
+@asynccontextmanager
+async def open_bounded_nursery() -> AsyncGenerator[trio.Nursery, None]:
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            yield nursery
 
 
 @pytest.fixture
@@ -126,7 +136,7 @@ async def test_a_reader_gets_each_piece_as_it_comes(line: Line, autojump_clock: 
     async def read() -> None:
         got.extend([(round(trio.current_time() - began), text) async for text in reply])
 
-    async with trio.open_nursery() as nursery:
+    async with open_bounded_nursery() as nursery:
         nursery.start_soon(read)
         for piece in "abc":
             await trio.sleep(1)
@@ -147,7 +157,7 @@ async def test_a_slow_reader_gets_what_it_missed_joined(
             got.append(text)
             await trio.sleep(2.5)
 
-    async with trio.open_nursery() as nursery:
+    async with open_bounded_nursery() as nursery:
         nursery.start_soon(read)
         for piece in "abcdef":
             await trio.sleep(1)
@@ -166,7 +176,7 @@ async def test_two_readers_each_get_everything(line: Line, autojump_clock: MockC
     reply = line.reply()
     early: list[str] = []
     late: list[str] = []
-    async with trio.open_nursery() as nursery:
+    async with open_bounded_nursery() as nursery:
         nursery.start_soon(read_all, reply, early)
         await wait_all_tasks_blocked()
         reply.emit(Delta("a"))
@@ -191,7 +201,7 @@ async def test_pieces_without_text_wake_a_reader_of_deltas_and_not_of_text(line:
     async def read_deltas() -> None:
         deltas.extend([delta async for delta in reply.deltas()])
 
-    async with trio.open_nursery() as nursery:
+    async with open_bounded_nursery() as nursery:
         nursery.start_soon(read_all, reply, texts)
         nursery.start_soon(read_deltas)
         reply.emit(progress)
@@ -259,7 +269,7 @@ async def test_each_reader_has_an_exception_of_its_own(line: Line, outcome: Outc
         except LlamatrioError as exc:
             raised.append(exc)
 
-    async with trio.open_nursery() as nursery:
+    async with open_bounded_nursery() as nursery:
         nursery.start_soon(read)
         nursery.start_soon(read)
         await wait_all_tasks_blocked()
@@ -270,7 +280,7 @@ async def test_each_reader_has_an_exception_of_its_own(line: Line, outcome: Outc
 @pytest.mark.parametrize("outcome", ENDS)
 async def test_wait_returns_the_outcome_whatever_it_is(line: Line, outcome: Outcome) -> None:
     reply = line.reply()
-    async with trio.open_nursery() as nursery:
+    async with open_bounded_nursery() as nursery:
 
         async def wait() -> None:
             assert await reply.wait() is outcome
@@ -295,7 +305,7 @@ async def test_a_reader_that_is_cancelled_leaves_the_request_to_others(line: Lin
     reply = line.reply()
     got: list[str] = []
     order = Sequencer()
-    async with trio.open_nursery() as nursery:
+    async with open_bounded_nursery() as nursery:
         nursery.start_soon(read_all, reply, got)
 
         async def give_up() -> None:

@@ -76,6 +76,20 @@ def test_a_request_that_is_not_streamed_is_sent_as_it_stands(path: str) -> None:
     assert json.loads(request.encoded) == body
 
 
+def test_an_array_is_a_body_where_an_endpoint_is_not_streamed() -> None:
+    request = Request("/lora-adapters", [{"id": 0, "scale": 0.5}])
+    assert json.loads(request.encoded) == [{"id": 0, "scale": 0.5}]
+    for path in STREAMED:
+        with pytest.raises(SpecificationError, match="is a JSON object"):
+            Request(path, [{"prompt": "x"}])
+
+
+@pytest.mark.parametrize("body", ["text", b"bytes", 7, None, True])
+def test_what_is_neither_object_nor_array_is_no_body(body: Any) -> None:  # noqa: ANN401 - wrong
+    with pytest.raises(SpecificationError, match="a body is a JSON object or an array"):
+        Request("/tokenize", body)
+
+
 def test_get_sends_no_body_and_is_not_streamed() -> None:
     request = Request("/v1/completions", {"prompt": "x"}, method="GET")
     assert request.encoded == b""

@@ -18,7 +18,10 @@ from llamatrio import outcomes
 from llamatrio.child.exits import Exit
 
 ROOT = Path(llamatrio.__file__).parent
-ROOMS = "errors config outcomes requests wire child session lifecycle provider testing".split()
+ROOMS = [
+    "errors", "config", "outcomes", "requests", "wire", "child", "session", "lifecycle", "provider",
+    "testing",
+]  # fmt: skip
 IMPURE = {"trio", "os", "socket", "subprocess", "threading", "time", "signal"}
 OTHERS = {"child.windows", "child.kqueue"}  # of other systems: they cannot be imported here
 

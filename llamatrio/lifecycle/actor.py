@@ -156,7 +156,8 @@ class LifecycleActor:
     Extend it by a subclass, and hand that to `open_provider(..., actor=MyActor)`. The methods
     whose names begin with `on_` are there to be overridden. They are told after the fact, run on
     the Trio thread between two steps of the actor, and must neither wait nor be `async`. An
-    exception of theirs is logged and counted, and changes nothing.
+    exception of theirs is logged and counted, and changes nothing; but what is no `Exception`, such
+    as SystemExit, ends the provider and comes out of its block.
 
     Args:
       config: The model.

@@ -59,9 +59,9 @@ else:
             directory = Path(tempfile.mkdtemp(prefix=_NAME, dir=parent))  # mode 0700
         except OSError as exc:
             raise SpecificationError(f"cannot make a directory in {parent!r}: {exc}") from exc
+        path = str(directory / f"{secrets.token_hex(4)}.sock")
         try:
             with _locked(directory):
-                path = str(directory / f"{secrets.token_hex(4)}.sock")
                 if len(os.fsencode(path)) > _LONGEST:
                     raise SocketPathTooLong(
                         f"{path!r} is longer than the {_LONGEST} bytes that a unix socket's path "
@@ -69,6 +69,11 @@ else:
                     )
                 yield path
         finally:
+            # By name first: rmtree takes descriptors, and there may be none left.
+            with contextlib.suppress(OSError):
+                for file in (path, directory / _LOCK):
+                    Path(file).unlink(missing_ok=True)
+                directory.rmdir()
             shutil.rmtree(directory, ignore_errors=True)
 
     @contextlib.contextmanager

@@ -19,9 +19,9 @@ from typing import Any
 
 import trio
 from leftovers import take_census
-from programs.cycle import Accounts, cycle
 
 import llamatrio
+from programs.cycle import Accounts, cycle
 
 LIBRARY = str(Path(llamatrio.__file__).parent)
 # What the library stands on: its blocks would otherwise have a hole right at their ends.
@@ -58,7 +58,7 @@ def strike(model: str, number: int) -> str | None:
     sys.settrace(striker)
     try:
         trio.run(cycle, model, None, accounts)
-    except BaseException as exc:  # noqa: BLE001 - all of them are what we want to see
+    except (Exception, KeyboardInterrupt, BaseExceptionGroup) as exc:  # noqa: BLE001 - seen to
         raised = repr(exc)
     finally:
         sys.settrace(None)
