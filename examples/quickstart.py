@@ -102,7 +102,7 @@ async def main(prompt: str, model: Path, backend: llamatrio.Hosted | llamatrio.S
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Run the whole cycle once.")
     parser.add_argument("prompt", nargs="?", default="What is the capital of France?")
     parser.add_argument("--model", type=Path, help="any GGUF file")
     parser.add_argument("--server", help="a llama-server; without it the xllamacpp wheel is used")

@@ -142,6 +142,8 @@ class ModelConfig:
             _check_choice(name, getattr(self, name), choice)
         if not all(isinstance(item, str) for item in (*self.args, *self.env, *self.env.values())):
             raise SpecificationError("args and env hold strings only")
+        if any("=" in name or not name for name in self.env):
+            raise SpecificationError("a name in env is empty or holds an equals sign")
         if any("\0" in text for text in (*self.args, *self.env, *self.env.values())):
             raise SpecificationError("args and env cannot hold a NUL character")
 

@@ -183,7 +183,7 @@ class LimitError(LlamatrioError):
     """Something took longer, or grew larger, than its stated limit."""
 
 
-class AnswerTooLarge(LimitError):
+class AnswerTooLarge(LimitError, ChildError):
     """One event or one whole answer of the child is larger than we are willing to hold."""
 
 

@@ -313,11 +313,13 @@ async def test_a_timeout_around_a_chat_cancels_the_request(kind: Kind, endless: 
     with trio.fail_after(60):
         async with open_provider(ModelConfig(endless.path), backend=kind) as provider:
             await provider.start()
+            replies: list[Reply] = []
             with trio.move_on_after(0.3) as scope:
                 async with provider.chat("Hello", max_tokens=100_000) as reply:
+                    replies.append(reply)
                     await reply.result()
             assert scope.cancelled_caught
-            assert isinstance(reply.outcome, Cancelled)
+            assert isinstance(replies[0].outcome, Cancelled)
 
 
 # -- reading -----------------------------------------------------------------------------------

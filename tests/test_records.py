@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from trio.testing import MemorySendStream, memory_stream_one_way_pair, wait_all_tasks_blocked
 
 from llamatrio.child.logs import LogChannel
-from llamatrio.child.pumps import ByteStream, Tail, Tally, pump_logs, pump_state
+from llamatrio.child.pumps import ByteStream, Tally, pump_logs, pump_state
 from llamatrio.wire.records import (
     EXIT_LINE,
     MAX_DEPTH,
@@ -281,7 +281,7 @@ class Recorder:
             nursery.start_soon(
                 pump_state, stdout, LIMIT, self.tally, self.take_record, self.take_unexpected
             )
-            nursery.start_soon(pump_logs, stderr, 2**16, self.tally, Tail(999), channel, ())
+            nursery.start_soon(pump_logs, stderr, 2**16, self.tally, channel, ())
         channel.close()
         self.logs = [line async for line in channel._receive]
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import attrs
+
+_HEADLINE: Final = 500  # characters
 
 
 @attrs.frozen
@@ -45,7 +49,7 @@ class Exit:
         """
         lines = [line for line in self.tail.splitlines() if line.strip()]
         errors = [message for line in lines if (message := _error(line))]
-        return errors[0] if errors else lines[-1].strip() if lines else ""
+        return (errors or [line.strip() for line in lines[-1:]] or [""])[0][:_HEADLINE]
 
 
 def _error(line: str) -> str | None:

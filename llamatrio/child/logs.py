@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections import deque
 from typing import Final
 
 import trio
@@ -23,19 +24,46 @@ LEVELS: Final = {
 _BATCH: Final = 100
 
 
+class Tail:
+    """The last lines of a log, up to a number of bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lines: deque[str] = deque()
+        self._size = 0
+
+    def add(self, line: str) -> None:
+        """Add a line, at the cost of the oldest ones."""
+        line = line[-self._limit :]
+        self._lines.append(line)
+        self._size += len(line) + 1
+        while self._size > self._limit + 1:
+            self._size -= len(self._lines.popleft()) + 1
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines)
+
+
 class LogChannel:
     """A bounded channel of log lines that never makes its writer wait.
 
     Args:
       lines: How many lines may wait; beyond that the oldest is dropped.
+      tail: How many characters of the last lines to keep, whether they are read or not.
+
+    Attributes:
+      dropped: Lines that were dropped.
+      tail: The last lines.
     """
 
-    def __init__(self, lines: int) -> None:
+    def __init__(self, lines: int, tail: int = 2**14) -> None:
+        self.tail = Tail(tail)
         self._send, self._receive = trio.open_memory_channel[str](lines)
         self.dropped = 0
 
     def put(self, line: str) -> None:
         """Add a line, at the cost of the oldest one if the channel is full."""
+        self.tail.add(line)
         while True:
             try:
                 self._send.send_nowait(line)

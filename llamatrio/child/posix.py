@@ -86,7 +86,7 @@ class ChildProcess:
         self.stderr.close()
 
 
-async def spawn(launch: Launch) -> ChildProcess:
+async def spawn(launch: Launch) -> ChildProcess:  # noqa: ASYNC124 - async on Windows
     """Start a process.
 
     There is no checkpoint in here, and the fork is made by the calling thread: nothing can come

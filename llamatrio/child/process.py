@@ -12,7 +12,7 @@ from trio.lowlevel import enable_ki_protection
 from llamatrio.child.exits import Exit
 from llamatrio.child.launch import Ladder, Launch
 from llamatrio.child.logs import LogChannel
-from llamatrio.child.pumps import Tail, Tally, pump_logs, pump_state
+from llamatrio.child.pumps import Tally, pump_logs, pump_state
 from llamatrio.errors import ChildError, NoHandshake, SpawnError, Unkillable
 from llamatrio.wire.records import EXIT_LINE, Ready, Record
 
@@ -94,7 +94,6 @@ class _Child:
         self.listener = listener
         self.logs = logs
         self.tally = tally
-        self.tail = Tail(launch.bounds.tail)
         self.fault: ChildError | None = None
         self.asked = False
         self.exited = False
@@ -143,7 +142,6 @@ class _Child:
                         process.stderr,
                         bounds.log_line,
                         self.tally,
-                        self.tail,
                         self.logs,
                         self.launch.secrets,
                     )
@@ -172,7 +170,7 @@ class _Child:
             await self.first_record.wait()
             return
         message = f"the child wrote no lifecycle record within {seconds:g} s"
-        self.give_up(NoHandshake(message, stderr_tail=str(self.tail)))
+        self.give_up(NoHandshake(message, stderr_tail=str(self.logs.tail)))
 
     async def end(self) -> None:
         """See the process to its end, whatever state it is in, and close everything."""
@@ -195,7 +193,7 @@ class _Child:
         code = self.process.returncode
         name = _signal_name(-code) if code is not None and code < 0 else None
         ready = self.ready_at is not None
-        return Exit(self.process.pid, code, name, self.asked, ready, str(self.tail))
+        return Exit(self.process.pid, code, name, self.asked, ready, str(self.logs.tail))
 
 
 def _signal_name(number: int) -> str:

@@ -6,7 +6,6 @@ line only from stderr.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -53,26 +52,6 @@ class Tally:
     oversize: int = 0
     stderr_bytes: int = 0
     log_lines: int = 0
-
-
-class Tail:
-    """The last lines of a log, up to a number of bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._lines: deque[str] = deque()
-        self._size = 0
-
-    def add(self, line: str) -> None:
-        """Add a line, at the cost of the oldest ones."""
-        line = line[-self._limit :]
-        self._lines.append(line)
-        self._size += len(line) + 1
-        while self._size > self._limit + 1:
-            self._size -= len(self._lines.popleft()) + 1
-
-    def __str__(self) -> str:
-        return "\n".join(self._lines)
 
 
 @enable_ki_protection
@@ -137,7 +116,6 @@ async def pump_logs(
     stream: ByteStream,
     limit: int,
     tally: Tally,
-    tail: Tail,
     channel: LogChannel,
     secrets: tuple[str, ...],
 ) -> None:
@@ -147,7 +125,6 @@ async def pump_logs(
       stream: The pipe; whoever opened it closes it.
       limit: How many bytes of a line to keep; the rest of it is read and dropped.
       tally: Where to count.
-      tail: Where the last lines are kept.
       channel: Where every line goes; it never makes us wait.
       secrets: Texts to take out.
     """
@@ -156,7 +133,6 @@ async def pump_logs(
     def put(line: Line | Oversize) -> None:
         text = _clean(line, "utf-8", secrets)
         tally.log_lines += 1
-        tail.add(text)
         channel.put(text)
 
     while data := await stream.receive_some(_LOG_CHUNK):

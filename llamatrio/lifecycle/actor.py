@@ -490,8 +490,8 @@ class LifecycleActor:
     def _spawn(self) -> None:
         self.failure = None
         self.counters.generations += 1
-        self._generation = Generation(self.counters.generations, self.config)
-        self._keepers.start_soon(keep, self._generation, self.backend, self._on_told)
+        self._generation = Generation(self.counters.generations, self.config, self.backend)
+        self._keepers.start_soon(keep, self._generation, self._on_told)
 
     def _dispatch(self) -> None:
         generation = self._generation

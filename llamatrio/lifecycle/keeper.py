@@ -28,6 +28,7 @@ class Generation:
     Attributes:
       number: 1 for the first of its provider.
       config: What is loaded.
+      backend: Who loads it.
       scope: Cancelling it ends the generation.
       session: The way to speak to the model while it is loaded; taken away in the very step that
         learns of the end, so that nothing is sent to a dead child.
@@ -38,9 +39,10 @@ class Generation:
       end: The last word, or None as long as it lives.
     """
 
-    def __init__(self, number: int, config: ModelConfig) -> None:
+    def __init__(self, number: int, config: ModelConfig, backend: Backend) -> None:
         self.number = number
         self.config = config
+        self.backend = backend
         self.scope: Final = trio.CancelScope()
         self.session: ModelSession | None = None
         self.asleep = False
@@ -82,14 +84,12 @@ class Generation:
 @enable_ki_protection
 async def keep(
     generation: Generation,
-    backend: Backend,
     report: Callable[[Generation, SessionEvent], None],
 ) -> None:
     """Run a generation to its end.
 
     Args:
       generation: What to run; cancelling its scope ends it.
-      backend: Who runs it.
       report: Is told every event, the last of them `Ended`, exactly once.
     """
 
@@ -100,7 +100,7 @@ async def keep(
     error: LlamatrioError | None = None
     with generation.scope:
         try:
-            await backend.run(generation.config, publish)
+            await generation.backend.run(generation.config, publish)
         except LlamatrioError as exc:
             error = exc
         except Exception as exc:  # noqa: BLE001 - whatever a backend of yours raises ends it alone

@@ -9,7 +9,7 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from llamatrio.errors import StreamBroken
+from llamatrio.errors import ChildError, StreamBroken
 from llamatrio.lifecycle.keeper import Generation
 from llamatrio.lifecycle.reply import Reply
 from llamatrio.outcomes import By, Cancelled, Failed, Outcome
@@ -89,6 +89,8 @@ class Work:
             error = await self._verdict(generation, exc)
         except Exception as exc:  # noqa: BLE001 - whatever a session raises fails its request alone
             error = exc
+        if isinstance(error, ChildError) and not error.stderr_tail:
+            error.stderr_tail = generation.backend.log_tail
         return Failed(error, reply.phase, reply.tokens)
 
     async def _verdict(self, generation: Generation, error: StreamBroken) -> Exception:

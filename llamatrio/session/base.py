@@ -120,6 +120,11 @@ class Backend(ABC):
         return None
 
     @property
+    def log_tail(self) -> str:
+        """The last lines of the present generation's log, for error reports; empty without one."""
+        return ""
+
+    @property
     def dropped_log_lines(self) -> int:
         """Log lines that were lost because whoever takes them was too slow."""
         return 0

@@ -7,6 +7,8 @@ import os
 import secrets
 import shutil
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -101,6 +103,11 @@ class ServerBackend(Backend):
         return self._pid
 
     @property
+    def log_tail(self) -> str:
+        """The last lines of the present child's log; empty if there is none."""
+        return str(self._logs.tail) if self._logs else ""
+
+    @property
     def dropped_log_lines(self) -> int:
         """Log lines that were lost because handlers of the logger were too slow."""
         return self._dropped + (self._logs.dropped if self._logs else 0)
@@ -128,10 +135,17 @@ class ServerBackend(Backend):
           SpecificationError: if the configuration, its files or the program cannot work.
         """
         await self.inspect(config)
-        with private_address(self._runtime_dir) as address:
+        with ExitStack() as place:
+            address = place.enter_context(private_address(self._runtime_dir))
             key = secrets.token_hex(32)
             launch = self._plan(config, address, key)
-            told = _Translator(self, HttpSession(address, key), config, publish, launch.secrets)
+
+            def publish_end(end: Ended) -> None:
+                place.close()  # before anybody learns of the end
+                publish(end)
+
+            session = HttpSession(address, key)
+            told = _Translator(self, session, config, publish, publish_end, launch.secrets)
             await self._run_child(launch, told)
 
     def _plan(self, config: ModelConfig, address: Address, key: str) -> Launch:
@@ -147,7 +161,7 @@ class ServerBackend(Backend):
         return attrs.evolve(launch, ladder=self._ladder, bounds=self._bounds)
 
     async def _run_child(self, launch: Launch, listener: _Translator) -> None:
-        self._logs = logs = LogChannel(launch.bounds.log_lines)
+        self._logs = logs = LogChannel(launch.bounds.log_lines, launch.bounds.tail)
         failure: SpawnError | None = None
         async with trio.open_nursery() as nursery:
             handlers = trio.CancelScope(shield=True)
@@ -183,12 +197,14 @@ class _Translator:
         session: HttpSession,
         config: ModelConfig,
         publish: Publish,
+        publish_end: Callable[[Ended], None],
         secrets: tuple[str, ...],
     ) -> None:
         self._backend = backend
         self._session = session
         self._config = config
         self._publish = publish
+        self._publish_end = publish_end
         self._secrets = secrets
         self._opened = False
 
@@ -224,7 +240,7 @@ class _Translator:
 
     def on_exit(self, exit: Exit, fault: ChildError | None) -> None:
         self._backend._pid = None  # noqa: SLF001 - one class in two parts
-        self._publish(Ended(fault or self._cause(exit), exit))
+        self._publish_end(Ended(fault or self._cause(exit), exit))
 
     def _cause(self, exit: Exit) -> ChildError | None:
         if exit.asked:

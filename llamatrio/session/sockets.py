@@ -53,40 +53,38 @@ else:
           SocketPathTooLong: if the operating system could not take the path.
           SpecificationError: if the directory cannot be made.
         """
-        parent = os.path.abspath(parent or tempfile.gettempdir())
-        _sweep(parent)
-        try:
-            directory = Path(tempfile.mkdtemp(prefix=_NAME, dir=parent))  # mode 0700
-        except OSError as exc:
-            raise SpecificationError(f"cannot make a directory in {parent!r}: {exc}") from exc
-        path = str(directory / f"{secrets.token_hex(4)}.sock")
-        try:
-            with _locked(directory):
-                if len(os.fsencode(path)) > _LONGEST:
-                    raise SocketPathTooLong(
-                        f"{path!r} is longer than the {_LONGEST} bytes that a unix socket's path "
-                        f"may have; give a shorter runtime_dir"
-                    )
-                yield path
-        finally:
-            # By name first: rmtree takes descriptors, and there may be none left.
-            with contextlib.suppress(OSError):
-                for file in (path, directory / _LOCK):
-                    Path(file).unlink(missing_ok=True)
-                directory.rmdir()
-            shutil.rmtree(directory, ignore_errors=True)
+        with contextlib.ExitStack() as stack:
+            try:
+                parent = os.path.abspath(parent or tempfile.gettempdir())
+                _sweep(parent)
+                directory = Path(tempfile.mkdtemp(prefix=_NAME, dir=parent))  # mode 0700
+                path = str(directory / f"{secrets.token_hex(4)}.sock")
+                stack.callback(_remove, directory, path)
+                stack.callback(os.close, _lock(directory))
+            except OSError as exc:
+                raise SpecificationError(f"cannot make a directory for a socket: {exc}") from exc
+            if len(os.fsencode(path)) > _LONGEST:
+                raise SocketPathTooLong(
+                    f"{path!r} is longer than the {_LONGEST} bytes that a unix socket's path may "
+                    "have; give a shorter runtime_dir"
+                )
+            yield path
 
-    @contextlib.contextmanager
-    def _locked(directory: Path) -> Iterator[None]:
+    def _lock(directory: Path) -> int:
         # Locked first and named afterwards: a sweeper sees no lock file, or a locked one.
         unnamed = directory / (_LOCK + ".new")
         fd = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            unnamed.rename(directory / _LOCK)
-            yield
-        finally:
-            os.close(fd)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        unnamed.rename(directory / _LOCK)
+        return fd
+
+    def _remove(directory: Path, path: str) -> None:
+        # By name first: rmtree takes descriptors, and there may be none left.
+        with contextlib.suppress(OSError):
+            for file in (path, directory / _LOCK):
+                Path(file).unlink(missing_ok=True)
+            directory.rmdir()
+        shutil.rmtree(directory, ignore_errors=True)
 
     def _sweep(parent: str) -> None:
         """Remove what owners left that died. Others may sweep at the same time."""

@@ -9,9 +9,9 @@ SmolLM2: at most 1.15 times as long.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 import statistics
 import time
+from pathlib import Path
 
 import trio
 
@@ -51,9 +51,8 @@ async def ours(provider: LocalProvider) -> float:
     """Submit a request, and wait for its first text."""
     began = time.perf_counter()
     reply = provider.submit(REQUEST)
-    async for _ in reply:
-        took = time.perf_counter() - began
-        break
+    await anext(aiter(reply))
+    took = time.perf_counter() - began
     await reply.wait()
     return took
 

@@ -9,19 +9,18 @@ Both start the same command with the same environment, in turn. Aim: at most 1.1
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 import os
-from pathlib import Path
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from pathlib import Path
 
 import trio
 
-from llamatrio import Hosted, ModelConfig, Stock, open_provider
 import llamatrio.child
+from llamatrio import Hosted, ModelConfig, Stock, open_provider
 from llamatrio.child.launch import Kind, plan
 from llamatrio.session.server import find_program
 from llamatrio.testing import write_parrot
@@ -90,4 +89,4 @@ def measure(kind: Kind, config: ModelConfig, folder: str, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
