@@ -318,6 +318,14 @@ def test_ctrl_c_strikes_at_each_line_without_protection(parrot: Parrot) -> None:
     assert interrupt_lines(parrot, 0, 1) > 100
 
 
+def blocked_signals(pid: int) -> set[int]:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("SigBlk:"):
+            mask = int(line.split()[1], 16)
+            return {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
+    raise AssertionError("not Linux")
+
+
 async def test_a_child_is_out_of_reach_of_ctrl_c(kind: Kind, parrot: Parrot) -> None:
     with trio.fail_after(60):
         async with open_provider(ModelConfig(parrot.path), backend=kind) as provider:
@@ -325,7 +333,9 @@ async def test_a_child_is_out_of_reach_of_ctrl_c(kind: Kind, parrot: Parrot) -> 
             pid = provider.diagnostics().pid
             assert pid is not None
             assert os.getsid(pid) == pid
-            os.kill(pid, signal.SIGINT)  # before it had its session, one might have come
+            # Before it had its session, one might have come.
+            assert signal.SIGINT in blocked_signals(pid)
+            os.kill(pid, signal.SIGINT)
             assert (await provider.submit(SHORT).result()).outcome.tokens == 3
             await provider.stop()
             await provider.unload_model()
