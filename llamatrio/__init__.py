@@ -51,13 +51,17 @@ from llamatrio.errors import (
     WrongPhase as WrongPhase,
     WrongThread as WrongThread,
 )
-from llamatrio.lifecycle.actor import (
-    LifecycleActor as LifecycleActor,
+from llamatrio.lifecycle.actor import LifecycleActor as LifecycleActor
+from llamatrio.lifecycle.diagnostics import (
+    Counters as Counters,
+    Diagnostics as Diagnostics,
     Status as Status,
+)
+from llamatrio.lifecycle.phases import (
+    Event as Event,
+    Phase as Phase,
     Transition as Transition,
 )
-from llamatrio.lifecycle.diagnostics import Counters as Counters, Diagnostics as Diagnostics
-from llamatrio.lifecycle.phases import Event as Event, Phase as Phase
 from llamatrio.lifecycle.reply import Reply as Reply, Result as Result
 from llamatrio.provider import (
     LocalProvider as LocalProvider,

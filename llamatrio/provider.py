@@ -17,11 +17,12 @@ from trio.lowlevel import enable_ki_protection
 from llamatrio.child.launch import Hosted, Kind, Own, Stock
 from llamatrio.config import ModelConfig
 from llamatrio.errors import LlamatrioError, WrongThread
-from llamatrio.lifecycle.actor import LifecycleActor, Status, Verb
-from llamatrio.lifecycle.diagnostics import Diagnostics
+from llamatrio.lifecycle.actor import LifecycleActor
+from llamatrio.lifecycle.diagnostics import Diagnostics, Status
 from llamatrio.lifecycle.inbox import Inbox
 from llamatrio.lifecycle.phases import Event, Phase
 from llamatrio.lifecycle.reply import Reply
+from llamatrio.lifecycle.verbs import Verb
 from llamatrio.outcomes import Outcome
 from llamatrio.requests import Request, chat_request, completion_request
 from llamatrio.session.base import Backend
@@ -130,7 +131,7 @@ class _Block(AbstractAsyncContextManager[_T, "bool | None"], Generic[_T]):
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool | None:
-        return await self._inner.__aexit__(kind, value, traceback)
+        return await self._inner.__aexit__(kind, value, traceback)  # noqa: ASYNC102 - it shields
 
 
 def _block(
@@ -386,11 +387,11 @@ async def open_provider(
             try:
                 with life.actor.body:
                     yield LocalProvider(life.actor)
-            except BaseException as exc:  # noqa: BLE001 - raised below, bare
+            except BaseException as exc:  # noqa: ASYNC103, BLE001 - raised below, bare
                 error = exc
             finally:
                 life.actor.close()
-    except BaseException as exc:  # noqa: BLE001 - ours: a cancel or Ctrl-C while we waited
+    except BaseException as exc:  # noqa: ASYNC103, BLE001 - raised below; a cancel or a Ctrl-C
         error = _later(error, _first(exc))
     _raise(error, life.error)
 
@@ -406,7 +407,7 @@ class _Life:
     async def run(self) -> None:
         try:
             await self.actor.run()
-        except BaseException as exc:  # noqa: BLE001 - raised by open_provider, bare
+        except BaseException as exc:  # noqa: ASYNC103, BLE001 - raised by open_provider
             self.error = exc
 
 

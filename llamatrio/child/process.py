@@ -184,7 +184,7 @@ class _Child:
                 await self.drained.wait()
         finally:
             self.reading.cancel()
-            await self.drained.wait()
+            await self.drained.wait()  # noqa: ASYNC102 - the caller shields, and it comes at once
             self.process.close()
         if self.process.returncode is None:
             self.fault = Unkillable(f"process {self.process.pid} survived SIGKILL")

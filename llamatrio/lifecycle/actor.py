@@ -12,11 +12,9 @@ which closes their connections; then the child, which would not obey its exit li
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import attrs
@@ -32,15 +30,15 @@ from llamatrio.errors import (
     StartInterrupted,
     StateFlood,
     Unkillable,
-    WrongPhase,
 )
 from llamatrio.lifecycle import phases
-from llamatrio.lifecycle.diagnostics import Counters, Diagnostics
+from llamatrio.lifecycle.diagnostics import Counters, Diagnostics, Status
 from llamatrio.lifecycle.inbox import Inbox
 from llamatrio.lifecycle.keeper import Generation, keep
-from llamatrio.lifecycle.phases import Answer, Command, Event, Phase
+from llamatrio.lifecycle.phases import Answer, Command, Event, Phase, Transition
 from llamatrio.lifecycle.queue import RequestQueue
 from llamatrio.lifecycle.reply import Reply
+from llamatrio.lifecycle.verbs import Verb, Verbs
 from llamatrio.lifecycle.work import Work
 from llamatrio.outcomes import By, Cancelled, Failed, Outcome, Phase as RequestPhase
 from llamatrio.requests import Request
@@ -58,79 +56,6 @@ MAX_UNREAD: Final = 10_000
 """Transitions that a child may pile up before it is taken for broken."""
 
 _logger: Final = logging.getLogger("llamatrio.lifecycle")
-
-
-@attrs.frozen
-class Transition:
-    """A change of phase.
-
-    Attributes:
-      old: The phase before.
-      event: What happened.
-      new: The phase now.
-      generation: The number of the present or last life of the model; 0 before the first.
-    """
-
-    old: Phase
-    event: Event
-    new: Phase
-    generation: int
-
-    def __str__(self) -> str:
-        return f"{self.old.name} --{self.event.name}--> {self.new.name}"
-
-
-@attrs.frozen
-class Status:
-    """One moment of the lifecycle, for those who watch it.
-
-    Attributes:
-      phase: Where it stands.
-      progress: How far the load is while there is one, else None.
-      generation: The number of the present or last life of the model; 0 before the first.
-    """
-
-    phase: Phase
-    progress: LoadProgress | None
-    generation: int
-
-
-@attrs.define(eq=False)
-class Verb:
-    """A caller's wish, on its way through the actor.
-
-    Attributes:
-      event: What is wanted.
-      config: The new configuration, for RECONFIGURE.
-      on_effect: Is called when the wish begins to come true.
-      error: Why it did not, if it did not.
-      withdrawn: Whether the caller has given it up.
-    """
-
-    event: Event
-    config: ModelConfig | None = None
-    on_effect: Callable[[], None] = lambda: None
-    error: Exception | None = None
-    withdrawn: bool = False
-    _done: trio.Event = attrs.field(factory=trio.Event)
-
-    def answer(self, error: Exception | None = None) -> None:
-        """Let the caller go on, or raise there."""
-        self.error = error
-        self._done.set()
-
-    async def wait(self) -> None:
-        """Wait for the answer.
-
-        Cancellation: abandons the wait, and withdraws a wish that had no effect yet.
-        """
-        try:
-            await self._done.wait()
-        except BaseException:  # Cancelled, or a Ctrl-C
-            self.withdrawn = True
-            raise
-        if self.error is not None:
-            raise self.error
 
 
 @attrs.frozen
@@ -192,8 +117,7 @@ class LifecycleActor:
         self._queue: RequestQueue[Reply] = RequestQueue()
         self._live: dict[int, Reply] = {}
         self._work = Work(self._on_work_finished)
-        self._waiting: list[Verb] = []
-        self._postponed: list[Verb] = []
+        self._verbs = Verbs()
         self._generation: Generation | None = None
         self._held_end: Ended | None = None
         self._last_end: Ended | None = None
@@ -339,7 +263,7 @@ class LifecycleActor:
                                 self._take_safely(item)
                         self._end_requests()
                     self._keepers.cancel_scope.cancel()
-            except BaseException as exc:  # noqa: BLE001 - raised below; of a task of ours
+            except BaseException as exc:  # noqa: ASYNC103, BLE001 - raised below; of a task of ours
                 self._break(exc)
             self._finish()
         if isinstance(self._broken, Exception):
@@ -351,7 +275,7 @@ class LifecycleActor:
         """Take one item; after `close`, or after a defect, only keep verbs to be answered."""
         if self._closed:
             if isinstance(item, Verb):
-                self._postponed.append(item)
+                self._verbs.keep(item)
             return
         try:
             self._take_item(item)
@@ -408,8 +332,8 @@ class LifecycleActor:
             end, self._held_end = self._held_end, None
             self.failure = end.error
             if isinstance(end.error, Unkillable):
-                self._end_verbs(Event.UNLOAD, end.error)
-                self._end_verbs(Event.RECONFIGURE, end.error)
+                self._verbs.fail(Event.UNLOAD, end.error)
+                self._verbs.fail(Event.RECONFIGURE, end.error)
             self._take(Event.GONE)
 
     def _take(self, event: Event, verb: Verb | None = None) -> None:
@@ -417,10 +341,8 @@ class LifecycleActor:
         changed = self._step(event, verb)
         while changed:
             changed = False
-            verbs, self._postponed = self._postponed, []
-            for postponed in verbs:
-                if not postponed.withdrawn:
-                    changed |= self._step(postponed.event, postponed)
+            for postponed in self._verbs.take_postponed():
+                changed |= self._step(postponed.event, postponed)
 
     def _step(self, event: Event, verb: Verb | None) -> bool:
         """Look one step up in the table and do it; say whether the phase has changed."""
@@ -428,7 +350,7 @@ class LifecycleActor:
         waiting_phase = self._waiting_phase()
         self.phase = step.phase
         if verb is not None:
-            self._note_verb(verb, step.answer, old)
+            self._verbs.note(verb, step.answer, old)
         changed = step.phase is not old
         if changed:
             number = self._generation.number if self._generation else 0
@@ -439,25 +361,8 @@ class LifecycleActor:
             verb.on_effect()
         if changed:
             self._notify()
-        self._answer_verbs()
+        self._verbs.answer_reached(self.phase)
         return changed
-
-    def _note_verb(self, verb: Verb, answer: Answer, phase: Phase) -> None:
-        match answer:
-            case Answer.WAIT:
-                self._waiting.append(verb)
-            case Answer.POSTPONE:
-                self._postponed.append(verb)
-            case Answer.REFUSE:
-                verb.answer(
-                    WrongPhase(f"cannot {verb.event.value} while {phase.value}; stop first")
-                )
-
-    def _answer_verbs(self) -> None:
-        reached = [verb for verb in self._waiting if self.phase in phases.GOALS[verb.event]]
-        self._waiting = [verb for verb in self._waiting if verb not in reached]
-        for verb in reached:
-            verb.answer()
 
     # -- commands ------------------------------------------------------------------------------
 
@@ -478,7 +383,7 @@ class LifecycleActor:
             case Command.FAIL:
                 self._fail(waiting_phase)
             case Command.INTERRUPT:
-                self._end_verbs(Event.START, StartInterrupted("a later stop gave the start up"))
+                self._verbs.fail(Event.START, StartInterrupted("a later stop gave the start up"))
             case Command.END:
                 assert self._generation is not None
                 self._generation.scope.cancel()
@@ -513,14 +418,7 @@ class LifecycleActor:
     def _fail(self, waiting_phase: RequestPhase) -> None:
         error = self.failure or ClosedError("the model was unloaded")
         self._drop(Failed(error, waiting_phase))
-        self._end_verbs(Event.START, error)
-
-    def _end_verbs(self, event: Event, error: LlamatrioError) -> None:
-        """Let every caller of one verb who waits, or is postponed, have an error."""
-        for verbs in (self._waiting, self._postponed):
-            for verb in [verb for verb in verbs if verb.event is event]:
-                verbs.remove(verb)
-                verb.answer(_renewed(error))
+        self._verbs.fail(Event.START, error)
 
     # -- what other tasks report ---------------------------------------------------------------
 
@@ -583,11 +481,7 @@ class LifecycleActor:
                 outcome = Failed(self._brokenness(), self._waiting_phase())
                 reply.settle(outcome)
                 self.counters.count_outcome(outcome)
-        for verb in (*self._waiting, *self._postponed):
-            if verb.event in (Event.STOP, Event.UNLOAD):
-                verb.answer()
-            else:
-                verb.answer(ProviderClosed("the provider was closed"))
+        self._verbs.finish()
         self._notify()
         for watcher in self._watchers:
             watcher.close()
@@ -605,12 +499,5 @@ class LifecycleActor:
         except Exception:
             self.counters.hook_errors += 1
             _logger.exception("%s.%s raised", type(self).__name__, hook)
-        except BaseException as exc:  # noqa: BLE001 - SystemExit, or pytest.fail: `run` raises it
+        except BaseException as exc:  # noqa: ASYNC103, BLE001 - `run` raises it; SystemExit, say
             self._break(exc)
-
-
-def _renewed(error: LlamatrioError) -> LlamatrioError:
-    """Copy an error for one of several waiters: one object would gather all their tracebacks."""
-    new = copy.copy(error)
-    new.__cause__ = error.__cause__
-    return new

@@ -8,7 +8,22 @@ from llamatrio.child.exits import Exit
 from llamatrio.child.pumps import Tally
 from llamatrio.lifecycle.phases import Phase
 from llamatrio.outcomes import Cancelled, Failed, Finished, Outcome
-from llamatrio.session.base import Ended
+from llamatrio.session.base import Ended, LoadProgress
+
+
+@attrs.frozen
+class Status:
+    """One moment of the lifecycle, for those who watch it.
+
+    Attributes:
+      phase: Where it stands.
+      progress: How far the load is while there is one, else None.
+      generation: The number of the present or last life of the model; 0 before the first.
+    """
+
+    phase: Phase
+    progress: LoadProgress | None
+    generation: int
 
 
 @attrs.define

@@ -93,6 +93,26 @@ class Step:
     answer: Answer = Answer.WAIT
 
 
+@attrs.frozen
+class Transition:
+    """A change of phase.
+
+    Attributes:
+      old: The phase before.
+      event: What happened.
+      new: The phase now.
+      generation: The number of the present or last life of the model; 0 before the first.
+    """
+
+    old: Phase
+    event: Event
+    new: Phase
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.old.name} --{self.event.name}--> {self.new.name}"
+
+
 class Undeliverable(Exception):
     """An event that cannot happen in this phase. A defect of this library."""
 

@@ -1,0 +1,108 @@
+"""What callers want, on its way through the actor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import attrs
+import trio
+
+from llamatrio.config import ModelConfig
+from llamatrio.errors import LlamatrioError, ProviderClosed, WrongPhase
+from llamatrio.lifecycle.phases import GOALS, Answer, Event, Phase
+
+
+@attrs.define(eq=False)
+class Verb:
+    """A caller's wish.
+
+    Attributes:
+      event: What is wanted.
+      config: The new configuration, for RECONFIGURE.
+      on_effect: Is called when the wish begins to come true.
+      error: Why it did not, if it did not.
+      withdrawn: Whether the caller has given it up.
+    """
+
+    event: Event
+    config: ModelConfig | None = None
+    on_effect: Callable[[], None] = lambda: None
+    error: Exception | None = None
+    withdrawn: bool = False
+    _done: trio.Event = attrs.field(factory=trio.Event)
+
+    def answer(self, error: Exception | None = None) -> None:
+        """Let the caller go on, or raise there."""
+        self.error = error
+        self._done.set()
+
+    async def wait(self) -> None:
+        """Wait for the answer.
+
+        Cancellation: abandons the wait, and withdraws a wish that had no effect yet.
+        """
+        try:
+            await self._done.wait()
+        except BaseException:  # Cancelled, or a Ctrl-C
+            self.withdrawn = True
+            raise
+        if self.error is not None:
+            raise self.error
+
+
+class Verbs:
+    """The wishes that have not been answered yet: some wait for a goal, some are postponed."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Verb] = []
+        self._postponed: list[Verb] = []
+
+    def note(self, verb: Verb, answer: Answer, phase: Phase) -> None:
+        """Do with a wish what the table says; `phase` is where it arrived."""
+        match answer:
+            case Answer.WAIT:
+                self._waiting.append(verb)
+            case Answer.POSTPONE:
+                self._postponed.append(verb)
+            case Answer.REFUSE:
+                message = f"cannot {verb.event.value} while {phase.value}; stop first"
+                verb.answer(WrongPhase(message))
+
+    def keep(self, verb: Verb) -> None:
+        """Keep a wish that came too late, for `finish` to answer."""
+        self._postponed.append(verb)
+
+    def answer_reached(self, phase: Phase) -> None:
+        """Answer those that waited for this phase."""
+        reached = [verb for verb in self._waiting if phase in GOALS[verb.event]]
+        self._waiting = [verb for verb in self._waiting if phase not in GOALS[verb.event]]
+        for verb in reached:
+            verb.answer()
+
+    def take_postponed(self) -> list[Verb]:
+        """Take those that are to be looked at again, in the order in which they came."""
+        postponed, self._postponed = self._postponed, []
+        return [verb for verb in postponed if not verb.withdrawn]
+
+    def fail(self, event: Event, error: LlamatrioError) -> None:
+        """Answer every wish of one kind with an error."""
+        for verbs in (self._waiting, self._postponed):
+            for verb in [verb for verb in verbs if verb.event is event]:
+                verbs.remove(verb)
+                verb.answer(_renewed(error))
+
+    def finish(self) -> None:
+        """Answer everybody, when the provider has ended: those who wanted an end have got it."""
+        for verb in (*self._waiting, *self._postponed):
+            wanted_an_end = verb.event in (Event.STOP, Event.UNLOAD)
+            verb.answer(None if wanted_an_end else ProviderClosed("the provider was closed"))
+        self._waiting.clear()
+        self._postponed.clear()
+
+
+def _renewed(error: LlamatrioError) -> LlamatrioError:
+    """Copy an error for one of several waiters: one object would gather all their tracebacks."""
+    new = copy.copy(error)
+    new.__cause__ = error.__cause__
+    return new
