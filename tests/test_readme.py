@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from trio.testing import MockClock
 
 import llamatrio
+from llamatrio import LocalProvider
 from llamatrio.lifecycle.phases import diagram
 from llamatrio.testing import open_scripted_provider
 
@@ -47,11 +49,9 @@ async def test_the_first_program_runs(
     program = README.split("```python\n")[1].split("```")[0]
     body = program.split("as provider:\n")[1].split("\ntrio.run")[0]
     lines = ["async def main(provider):", *(line[4:] for line in body.splitlines())]
-    namespace: dict[str, object] = {}
-    exec("\n".join(lines), namespace)
-    main = namespace["main"]
-    assert callable(main)
+    namespace: dict[str, Callable[[LocalProvider], Awaitable[None]]] = {}
+    exec("\n".join(lines), {}, namespace)
     async with open_scripted_provider("Because of Rayleigh.") as provider:
-        await main(provider)
+        await namespace["main"](provider)
         assert provider.started
     assert capsys.readouterr().out == "Because of Rayleigh."
