@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import update_wrapper
+from inspect import Parameter, Signature, signature
 from types import TracebackType
-from typing import Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
+from typing import Concatenate, Final, Generic, ParamSpec, TypeAlias, TypeVar
 
 import trio
 from trio.lowlevel import enable_ki_protection
 
 from llamatrio.child.launch import Hosted, Kind, Own, Stock
 from llamatrio.config import ModelConfig
-from llamatrio.errors import LlamatrioError, WrongThread
-from llamatrio.lifecycle.actor import LifecycleActor
-from llamatrio.lifecycle.diagnostics import Diagnostics, Status
+from llamatrio.errors import LlamatrioError, SpecificationError, WrongThread
+from llamatrio.lifecycle.actor import LifecycleActor, first_of
+from llamatrio.lifecycle.diagnostics import Diagnostics, Residency, Status
 from llamatrio.lifecycle.inbox import Inbox
 from llamatrio.lifecycle.phases import Event, Phase
 from llamatrio.lifecycle.reply import Reply
@@ -30,6 +32,9 @@ from llamatrio.session.server import ServerBackend
 
 ActorFactory: TypeAlias = Callable[[ModelConfig, Backend], LifecycleActor]
 """What `open_provider(actor=...)` takes: a subclass of the actor, or a function that makes one."""
+
+
+_logger: Final = logging.getLogger("llamatrio.provider")
 
 
 class Provider(ABC):
@@ -68,6 +73,9 @@ class Provider(ABC):
         is given up.
 
         Cancellation: abandons the wait; the stop goes on.
+
+        Raises:
+          ProviderClosed: if the provider's block has been left.
         """
 
     @abstractmethod
@@ -76,6 +84,7 @@ class Provider(ABC):
 
         Raises:
           NotStarted: if the provider is not started.
+          ProviderClosed: if the provider's block is left.
           WrongThread: if called from outside the Trio thread.
         """
 
@@ -105,9 +114,17 @@ def _built_by(
         def built(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
             return method(self, build(*args, **kwargs))
 
-        return update_wrapper(built, method)
+        update_wrapper(built, method)
+        del vars(built)["__wrapped__"]  # or help() would show the arguments of the method
+        vars(built)["__signature__"] = _with_self(signature(build))
+        return built
 
     return decorate
+
+
+def _with_self(plain: Signature) -> Signature:
+    parameters = [Parameter("self", Parameter.POSITIONAL_ONLY), *plain.parameters.values()]
+    return Signature(parameters)
 
 
 class _Block(AbstractAsyncContextManager[_T, "bool | None"], Generic[_T]):
@@ -201,7 +218,7 @@ class LocalProvider(Provider):
         return self._actor.started
 
     @property
-    def residency(self) -> str:
+    def residency(self) -> Residency:
         """Whether the model is "unloaded", "loading", "resident" or "asleep"."""
         return self._actor.residency
 
@@ -209,6 +226,13 @@ class LocalProvider(Provider):
     def config(self) -> ModelConfig:
         """The present configuration."""
         return self._actor.config
+
+    @property
+    def info(self) -> Mapping[str, object]:
+        """What the model says of itself, such as its name and its sizes; empty while it is not
+        loaded."""
+        generation = self._actor.generation
+        return generation.session.info if generation and generation.session else {}
 
     @property
     def failure(self) -> LlamatrioError | None:
@@ -347,7 +371,7 @@ async def open_provider(
     *,
     backend: Backend | Kind | None = None,
     actor: ActorFactory = LifecycleActor,
-    name: str = "model",
+    name: str | None = None,
     runtime_dir: str | os.PathLike[str] | None = None,
 ) -> AsyncGenerator[LocalProvider, None]:
     """Own a model for the length of a block.
@@ -368,7 +392,7 @@ async def open_provider(
       backend: What runs it: a kind of child (`Hosted()`, the default, `Stock()` or `Own()`), or a
         `Backend` of your own.
       actor: The actor: a subclass of `LifecycleActor`, or a function that makes one.
-      name: The child's log goes to the logger `llamatrio.child.` and this.
+      name: The child's log goes to the logger `llamatrio.child.` and this; None for "model".
       runtime_dir: Where the private directory with the child's socket is made. None for the usual
         place for temporary files.
 
@@ -377,7 +401,9 @@ async def open_provider(
       ProviderBroken: if the actor broke; the body is cancelled for it.
     """
     if isinstance(backend, Hosted | Stock | Own) or backend is None:
-        backend = ServerBackend(backend, name=name, runtime_dir=runtime_dir)
+        backend = ServerBackend(backend, name=name or "model", runtime_dir=runtime_dir)
+    elif name is not None or runtime_dir is not None:
+        raise SpecificationError("name and runtime_dir are for children, not for a Backend")
     life = _Life(actor(config, backend))
     error: BaseException | None = None
     try:
@@ -392,7 +418,7 @@ async def open_provider(
             finally:
                 life.actor.close()
     except BaseException as exc:  # noqa: ASYNC103, BLE001 - raised below; a cancel or a Ctrl-C
-        error = _later(error, _first(exc))
+        error = _later(error, first_of(exc))
     _raise(error, life.error)
 
 
@@ -411,17 +437,6 @@ class _Life:
             self.error = exc
 
 
-def _first(exc: BaseException) -> BaseException:
-    """Take what came out of our own nursery, whose one task raises nothing: one exception.
-
-    Two Ctrl-C can make two; the first is as good as both.
-    """
-    while isinstance(exc, BaseExceptionGroup):
-        interrupts = [one for one in exc.exceptions if not isinstance(one, trio.Cancelled)]
-        exc = (interrupts or exc.exceptions)[0]
-    return exc
-
-
 def _later(body: BaseException | None, late: BaseException) -> BaseException:
     """Choose between an exception of the body and what came while we waited: a Ctrl-C must not be
     lost, unless it is the second."""
@@ -438,7 +453,9 @@ def _raise(body: BaseException | None, ours: BaseException | None) -> None:
     error = ours if body is None else body
     if error is None:
         return
-    if body is not None and ours is not None and not isinstance(body, trio.Cancelled):
+    if isinstance(body, trio.Cancelled) and ours is not None:
+        _logger.error("lost beside a cancel", exc_info=ours)
+    elif body is not None and ours is not None:
         error = BaseExceptionGroup("the body and the provider both failed", [body, ours])
     context = error.__context__
     try:

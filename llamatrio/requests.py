@@ -24,21 +24,23 @@ its slot for ever (llama.cpp b11434, server-queue.cpp: a closed connection is no
 nothing else produces results).
 """
 
-STREAMED: Final[Mapping[str, str]] = {
-    "/completion": "n_predict",
-    "/completions": "n_predict",
-    "/infill": "n_predict",
-    "/v1/completions": "max_tokens",
-    "/chat/completions": "max_tokens",
-    "/v1/chat/completions": "max_tokens",
-    "/responses": "max_output_tokens",
-    "/v1/responses": "max_output_tokens",
-    "/v1/messages": "max_tokens",
-}
-"""The endpoints that answer in pieces, each with the field that bounds its answer
-(llama.cpp b11434, tools/server/server.cpp and server-schema.cpp)."""
+_NATIVE: Final = ("n_predict", "max_tokens", "max_completion_tokens")
 
-_BOUNDS: Final = ("n_predict", "max_tokens", "max_completion_tokens", "max_output_tokens")
+STREAMED: Final[Mapping[str, tuple[str, ...]]] = {
+    "/completion": _NATIVE,
+    "/completions": _NATIVE,
+    "/infill": _NATIVE,
+    "/v1/completions": _NATIVE,
+    "/chat/completions": _NATIVE,
+    "/v1/chat/completions": _NATIVE,
+    "/responses": ("max_output_tokens",),
+    "/v1/responses": ("max_output_tokens",),
+    "/v1/messages": ("max_tokens",),
+}
+"""The endpoints that answer in pieces, each with the fields that bound its answer there
+(llama.cpp b11434, tools/server/server.cpp, server-schema.cpp and server-chat.cpp)."""
+
+_BOUNDS: Final = (*_NATIVE, "max_output_tokens")
 
 _ALWAYS: Final[Mapping[str, object]] = {
     "stream": True,
@@ -55,6 +57,7 @@ _REFUSED: Final = {
     "stream": "every answer that can be streamed is streamed",
     "return_progress": "progress is always asked for",
     "stream_options": "the usage is always asked for",
+    "response_fields": "the mark at the end of an answer would be lost",
 }
 
 
@@ -125,6 +128,10 @@ def _refuse(body: Mapping[str, object]) -> None:
     for name, reason in _REFUSED.items():
         if name in body:
             raise SpecificationError(f"{name} cannot be set: {reason}")
+    prompt = body.get("prompt")
+    if isinstance(prompt, list | tuple) and not any(isinstance(part, int) for part in prompt):
+        # A list of texts is several prompts, whose answers would come mixed.
+        raise SpecificationError("a prompt is one text or one list of tokens; submit several")
 
 
 def _bound(path: str, body: Mapping[str, object]) -> Mapping[str, object]:
@@ -132,9 +139,11 @@ def _bound(path: str, body: Mapping[str, object]) -> Mapping[str, object]:
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise SpecificationError(f"{name} must be a number of at least 1, not {value!r}")
+        if name not in STREAMED[path]:
+            raise SpecificationError(f"{path} does not know {name}: use {STREAMED[path][0]}")
     if len(given) > 1:
         raise SpecificationError(f"more than one bound for the answer: {', '.join(given)}")
-    return given or {STREAMED[path]: MAX_TOKENS}
+    return given or {STREAMED[path][0]: MAX_TOKENS}
 
 
 def completion_request(

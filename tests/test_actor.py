@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -19,6 +20,8 @@ from llamatrio import (
     Phase,
     ProviderClosed,
     Reply,
+    Request,
+    SpecificationError,
     StartInterrupted,
     Status,
     Unkillable,
@@ -29,7 +32,15 @@ from llamatrio import (
     open_provider,
 )
 from llamatrio.outcomes import Cancelled, Failed, Finished, Outcome
-from llamatrio.session.base import Backend, Ended, Publish
+from llamatrio.session.base import (
+    Awake,
+    Backend,
+    Emit,
+    Ended,
+    ModelSession,
+    Opened,
+    Publish,
+)
 from llamatrio.testing import ScriptedBackend, open_scripted_provider
 
 HELLO = completion_request("Hello")
@@ -518,3 +529,162 @@ async def test_a_start_interrupted_by_an_unload_says_so(
         await wait_all_tasks_blocked()
         await provider.unload_model()
         assert provider.phase is Phase.UNLOADED
+
+
+# -- other people's backends -------------------------------------------------------------------
+
+
+class Untidy(ScriptedBackend):
+    """Raises in a nursery of its own when it is cancelled."""
+
+    async def run(self, config: ModelConfig, publish: Publish) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._clean_up_badly)
+            await super().run(config, publish)
+
+    async def play(self, request: Request, emit: Emit) -> Finished:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._clean_up_badly)
+            return await super().play(request, emit)  # noqa: ASYNC121 - what others do, too
+
+    async def _clean_up_badly(self) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            raise ValueError("not tidied up")
+
+
+async def test_an_error_beside_a_cancel_ends_a_request_or_a_model_and_nothing_else(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_scripted_provider(Untidy()) as provider:
+        await provider.start()
+        reply = provider.submit(HELLO)
+        async for _ in reply:
+            break
+        outcome = await provider.cancel(reply.id)
+        assert isinstance(outcome, Failed)
+        await provider.stop()
+        await provider.unload_model()
+        assert isinstance(provider.failure, ChildError)
+        await provider.start()
+
+
+class Deaf(ModelSession):
+    """Never notices that its model is gone."""
+
+    async def perform(self, request: Request, emit: Emit) -> Finished:
+        await trio.sleep_forever()
+        raise AssertionError
+
+
+class Dying(Backend):
+    """A model that dies after two seconds."""
+
+    async def run(self, config: ModelConfig, publish: Publish) -> None:
+        publish(Opened(Deaf()))
+        await trio.sleep(2)
+        publish(Ended(ChildDied("the model died")))
+        publish(Awake())  # what comes too late means nothing
+        publish(Ended())
+
+
+async def test_the_death_of_a_model_ends_requests_whose_session_does_not_notice(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_provider(ModelConfig("any.gguf"), backend=Dying()) as provider:
+        await provider.start()
+        reply = provider.submit(HELLO)
+        began = trio.current_time()
+        outcome = await reply.wait()
+        assert trio.current_time() - began == pytest.approx(3)
+        assert isinstance(outcome, Failed)
+        assert isinstance(outcome.error, ChildDied)
+        await wait_all_tasks_blocked()
+        assert provider.phase is Phase.UNLOADED
+
+
+async def test_a_start_beside_a_dead_model_waits_for_a_new_one(autojump_clock: MockClock) -> None:
+    async with open_provider(ModelConfig("any.gguf"), backend=Dying()) as provider:
+        await provider.start()
+        provider.submit(HELLO)
+        await trio.sleep(2.5)  # dead, and not yet noticed by the request
+        await provider.start()
+        assert provider.diagnostics().counters.loads == 2
+
+
+class Odd(ChildError):
+    """Cannot be copied: its constructor wants more than its `args`."""
+
+    def __init__(self, message: str, *, detail: str) -> None:
+        super().__init__(message)
+        self.detail = detail
+
+
+async def test_an_error_that_cannot_be_copied_still_answers_every_start(
+    autojump_clock: MockClock, nursery: trio.Nursery
+) -> None:
+    backend = ScriptedBackend()
+    backend.fail_next_load(Odd("odd", detail="very"))
+    async with open_scripted_provider(backend) as provider:
+        caller = Caller(nursery)
+        await caller.call("one", provider.start)
+        await caller.call("two", provider.start)
+        await trio.sleep(5)
+        await wait_all_tasks_blocked()
+        assert set(caller.record) == {"one: Odd", "two: Odd"}
+        await provider.start()
+
+
+async def test_a_stop_whose_caller_is_cancelled_goes_on(autojump_clock: MockClock) -> None:
+    async with open_scripted_provider() as provider:
+        await provider.start()
+        reply = provider.submit(HELLO)
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await provider.stop()
+        assert scope.cancelled_caught
+        assert isinstance(await reply.wait(), Cancelled)
+        await wait_all_tasks_blocked()
+        assert provider.phase is Phase.RESIDENT
+
+
+async def test_the_last_of_two_configurations_is_taken(
+    autojump_clock: MockClock, nursery: trio.Nursery
+) -> None:
+    async with open_scripted_provider(SlowToUnload()) as provider:
+        old = provider.config
+        await provider.start()
+        await provider.stop()
+        caller = Caller(nursery)
+        await caller.call("other", lambda: provider.configure(OTHER))
+        await provider.configure(old)
+        await wait_all_tasks_blocked()
+        assert caller.record == ["other: done"]
+        assert provider.config == old
+
+
+async def test_sleep_and_wake_are_seen_by_those_who_watch(autojump_clock: MockClock) -> None:
+    backend = ScriptedBackend()
+    async with open_scripted_provider(backend) as provider:
+        await provider.start()
+        statuses = provider.watch()
+        assert (await anext(statuses)).residency == "resident"
+        backend.sleep()
+        assert (await anext(statuses)).residency == "asleep"
+        await provider.submit(HELLO).result()
+        progress = await anext(statuses)
+        assert (progress.residency, progress.progress is not None) == ("asleep", True)
+        awake = await anext(statuses)
+        assert (awake.residency, awake.progress) == ("resident", None)
+
+
+async def test_names_for_children_are_refused_beside_a_backend(autojump_clock: MockClock) -> None:
+    with pytest.raises(SpecificationError, match="not for a Backend"):
+        async with open_provider(ModelConfig("x"), backend=ScriptedBackend(), name="mine"):
+            pass
+
+
+def test_help_shows_the_arguments_that_a_chat_takes() -> None:
+    shown = inspect.signature(LocalProvider.chat).parameters
+    assert list(shown)[:3] == ["self", "messages", "system"]

@@ -120,7 +120,7 @@ async def test_an_endpoint_that_streams_answers_and_counts_its_tokens(
             for delta in deltas:
                 assert json.loads(delta.data) == delta.raw
                 assert json.dumps(delta.text)[1:-1] in json.dumps(delta.raw)
-        deltas, outcome = await read(provider, Request(path, {**body, STREAMED[path]: 3}))
+        deltas, outcome = await read(provider, Request(path, {**body, STREAMED[path][0]: 3}))
         assert text(deltas) == "Good morning from"
         assert outcome.usage == Usage(tokens, tokens - 1, 3)
         # `/v1/responses` says "completed" whatever the reason (b11434, server-task.cpp).

@@ -106,3 +106,11 @@ def test_subclass_actor_tells_every_transition(parrot: Parrot) -> None:
         "RESIDENT --UNLOAD--> UNLOADING",
         "UNLOADING --GONE--> UNLOADED",
     ]
+
+
+def test_the_kit_writes_a_parrot_as_a_program(tmp_path: Path) -> None:
+    path = tmp_path / "parrot.gguf"
+    command = [sys.executable, "-m", "llamatrio.testing", str(path), "--text", "one two three"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "3 tokens" in done.stdout
+    assert path.read_bytes()[:4] == b"GGUF"

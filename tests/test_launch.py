@@ -452,7 +452,7 @@ def test_variables_of_the_configuration_are_passed_on_and_win_over_ours() -> Non
 def test_the_key_is_in_the_environment_and_nowhere_else(kind: Kind) -> None:
     launch = make(kind, configure(env={"HF_TOKEN": "hunter2"}))
     assert launch.environ["LLAMA_API_KEY"] == KEY
-    assert launch.secrets == (KEY,)
+    assert launch.secrets == (KEY, "hunter2")
     assert not any(KEY in word or "hunter2" in word for word in launch.command)
     for text in (repr(launch), str(launch), repr(kind)):
         assert KEY not in text

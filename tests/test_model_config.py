@@ -773,10 +773,10 @@ async def test_a_child_that_may_sleep_wakes_for_a_request(kind: Kind, files: Fil
         pid = child.pid
         with trio.fail_after(20):
             await child.backend.asleep.wait()
-        assert child.provider.residency == "asleep"
+        assert child.provider.diagnostics().residency == "asleep"
         assert await words(child) == "Good morning from"
         await child.backend.awake.wait()
-        assert child.provider.residency == "resident"
+        assert child.provider.diagnostics().residency == "resident"
         assert child.pid == pid
 
 

@@ -31,17 +31,36 @@ def sent(request: Request) -> dict[str, Any]:
 # -- what is always sent -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("path", "bound"), STREAMED.items())
-def test_a_streamed_request_without_a_bound_is_sent_with_one(path: str, bound: str) -> None:
+@pytest.mark.parametrize("path", STREAMED)
+def test_a_streamed_request_without_a_bound_is_sent_with_one(path: str) -> None:
     request = Request(path, {"prompt": "x"})
     assert request.streamed
-    assert sent(request) == {"prompt": "x", bound: MAX_TOKENS}
+    assert sent(request) == {"prompt": "x", STREAMED[path][0]: MAX_TOKENS}
 
 
-@pytest.mark.parametrize("bound", BOUNDS)
-def test_a_bound_under_any_of_its_names_is_sent_as_it_is(bound: str) -> None:
-    for path in STREAMED:
+@pytest.mark.parametrize("path", STREAMED)
+def test_a_bound_under_a_name_that_the_endpoint_knows_is_sent_as_it_is(path: str) -> None:
+    for bound in STREAMED[path]:
         assert sent(Request(path, {bound: 7})) == {bound: 7}
+
+
+@pytest.mark.parametrize("path", STREAMED)
+def test_a_bound_that_the_endpoint_would_not_heed_is_refused_by_name(path: str) -> None:
+    for bound in set(BOUNDS) - set(STREAMED[path]):
+        with pytest.raises(SpecificationError, match=f"{path} does not know {bound}: use "):
+            Request(path, {bound: 7})
+
+
+@pytest.mark.parametrize("prompt", [["one", "two"], ["one"], [[1, 2], [3]], []])
+def test_a_list_of_prompts_is_refused(prompt: object) -> None:
+    for path in ("/completion", "/v1/completions"):
+        with pytest.raises(SpecificationError, match="a prompt is one text or one list of tokens"):
+            Request(path, {"prompt": prompt})
+
+
+def test_a_prompt_of_tokens_and_texts_is_one_prompt() -> None:
+    for prompt in ([1, 2, 3], [1, "and", 2]):
+        Request("/completion", {"prompt": prompt})
 
 
 def test_two_bounds_are_refused_even_if_they_agree() -> None:
@@ -56,7 +75,9 @@ def test_a_bound_that_bounds_nothing_is_refused_by_name(value: object) -> None:
             Request("/completion", {bound: value})
 
 
-@pytest.mark.parametrize("field", ["n", "n_cmpl", "stream", "return_progress", "stream_options"])
+@pytest.mark.parametrize(
+    "field", ["n", "n_cmpl", "stream", "return_progress", "stream_options", "response_fields"]
+)
 def test_a_field_that_cannot_be_honoured_is_refused_by_name(field: str) -> None:
     for path in STREAMED:
         values: tuple[object, ...] = (True, False, 1, None, {})

@@ -44,6 +44,8 @@ class Stock:
 
 
 def _words(command: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(command, str):
+        raise SpecificationError(f"a command is a sequence of strings, not one string: {command!r}")
     return tuple(command)
 
 
@@ -87,7 +89,8 @@ class Bounds:
     """What a child may cost us.
 
     Attributes:
-      handshake: Seconds until its first record.
+      handshake: Seconds until its first record. There is no bound for a child that fetches its
+        model first: llama-server says nothing while it does.
       state_line: Bytes of one line on stdout.
       log_line: Bytes kept of one line on stderr.
       log_lines: Lines of the log that wait for a slow reader; older ones are dropped and counted.
@@ -165,7 +168,16 @@ def plan(
     if isinstance(kind, Stock):
         # Or it would take options from ~/.config/llama.cpp/config.ini, which no other kind reads.
         inherited["XDG_CONFIG_HOME"] = "/dev/null"
-    return Launch(tuple(command), {**inherited, **config.env, **ours}, (key,))
+    return Launch(tuple(command), {**inherited, **config.env, **ours}, (key, *_secrets(config)))
+
+
+def _secrets(config: ModelConfig) -> list[str]:
+    words = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+    return [
+        value
+        for name, value in config.env.items()
+        if value and any(word in name.upper() for word in words)
+    ]
 
 
 def check(kind: Kind, config: ModelConfig) -> None:

@@ -95,9 +95,17 @@ class LogChannel:
                 records = [(level(one), one) for one in lines]
                 wanted = [record for record in records if logger.isEnabledFor(record[0])]
                 if wanted:
-                    await trio.to_thread.run_sync(
-                        _log, logger, wanted, limiter=limiter, abandon_on_cancel=True
-                    )
+                    await self._hand_over(logger, wanted, limiter)
+
+    async def _hand_over(
+        self, logger: logging.Logger, records: list[tuple[int, str]], limiter: trio.CapacityLimiter
+    ) -> None:
+        try:
+            await trio.to_thread.run_sync(
+                _log, logger, records, limiter=limiter, abandon_on_cancel=True
+            )
+        except RuntimeError:  # no thread can be started: no reason to lose a model
+            self.dropped += len(records)
 
 
 def _log(logger: logging.Logger, records: list[tuple[int, str]]) -> None:

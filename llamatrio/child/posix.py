@@ -141,5 +141,5 @@ if sys.platform == "linux":
     def _forbid_core_dump(pid: int) -> None:
         # A dump would be as large as the model. From outside, because code between fork and exec
         # is not safe beside threads.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with contextlib.suppress(OSError):  # it has ended, or a sandbox forbids it
             resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))

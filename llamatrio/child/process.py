@@ -145,6 +145,8 @@ class _Child:
                         self.logs,
                         self.launch.secrets,
                     )
+        except Exception as exc:  # noqa: BLE001 - the child cannot go on with nobody who reads
+            self.give_up(_as_fault(exc))
         finally:
             self.drained.set()
 
@@ -154,8 +156,8 @@ class _Child:
             self.ready_at = trio.current_time()
         try:
             self.listener.on_record(record)
-        except ChildError as exc:
-            self.give_up(exc)
+        except Exception as exc:  # noqa: BLE001 - a fault of the child's, or of its listener
+            self.give_up(_as_fault(exc))
 
     def give_up(self, fault: ChildError) -> None:
         if not self.exited:  # what is noticed afterwards is not why it ended
@@ -194,6 +196,16 @@ class _Child:
         name = _signal_name(-code) if code is not None and code < 0 else None
         ready = self.ready_at is not None
         return Exit(self.process.pid, code, name, self.asked, ready, str(self.logs.tail))
+
+
+def _as_fault(error: Exception) -> ChildError:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, ChildError):
+        return error
+    fault = ChildError(f"what the child said could not be taken: {error!r}")
+    fault.__cause__ = error
+    return fault
 
 
 def _signal_name(number: int) -> str:

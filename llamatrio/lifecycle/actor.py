@@ -32,14 +32,14 @@ from llamatrio.errors import (
     Unkillable,
 )
 from llamatrio.lifecycle import phases
-from llamatrio.lifecycle.diagnostics import Counters, Diagnostics, Status
+from llamatrio.lifecycle.diagnostics import Counters, Diagnostics, Residency, Status
 from llamatrio.lifecycle.inbox import Inbox
 from llamatrio.lifecycle.keeper import Generation, keep
 from llamatrio.lifecycle.phases import Answer, Command, Event, Phase, Transition
 from llamatrio.lifecycle.queue import RequestQueue
 from llamatrio.lifecycle.reply import Reply
 from llamatrio.lifecycle.verbs import Verb, Verbs
-from llamatrio.lifecycle.work import Work
+from llamatrio.lifecycle.work import VERDICT, Work
 from llamatrio.outcomes import By, Cancelled, Failed, Outcome, Phase as RequestPhase
 from llamatrio.requests import Request
 from llamatrio.session.base import (
@@ -60,9 +60,8 @@ _logger: Final = logging.getLogger("llamatrio.lifecycle")
 
 @attrs.frozen
 class _Told:
-    """A generation said something."""
+    """The present generation said something."""
 
-    generation: Generation
     event: SessionEvent
 
 
@@ -80,7 +79,7 @@ class LifecycleActor:
 
     Extend it by a subclass, and hand that to `open_provider(..., actor=MyActor)`. The methods
     whose names begin with `on_` are there to be overridden. They are told after the fact, run on
-    the Trio thread between two steps of the actor, and must neither wait nor be `async`. An
+    the Trio thread in whatever task brought it about, and must neither wait nor be `async`. An
     exception of theirs is logged and counted, and changes nothing; but what is no `Exception`, such
     as SystemExit, ends the provider and comes out of its block.
 
@@ -115,6 +114,7 @@ class LifecycleActor:
         self._inbox: Inbox[_Item] = Inbox()
         self._rung = False
         self._queue: RequestQueue[Reply] = RequestQueue()
+        self._next_id = 1
         self._live: dict[int, Reply] = {}
         self._work = Work(self._on_work_finished)
         self._verbs = Verbs()
@@ -135,7 +135,10 @@ class LifecycleActor:
     # -- hooks ---------------------------------------------------------------------------------
 
     def on_transition(self, transition: Transition) -> None:
-        """Learn that the phase has changed. What follows from it has not been done yet."""
+        """Learn that the phase has changed. What follows from it has not been done yet.
+
+        The end of the provider's block is told to nobody.
+        """
 
     def on_request_started(self, reply: Reply) -> None:
         """Learn that a request has got a slot."""
@@ -164,10 +167,9 @@ class LifecycleActor:
         """Accept a request; see `llamatrio.provider.Provider.submit`."""
         if self._closed:
             raise ProviderClosed("the provider is closed")
-        reply = Reply(
-            self.counters.accepted + 1, request, self._waiting_phase, self._on_reply_cancelled
-        )
+        reply = Reply(self._next_id, request, self._waiting_phase, self._on_reply_cancelled)
         self._queue.push(reply.id, reply)
+        self._next_id += 1
         self.counters.accepted += 1
         self._live[reply.id] = reply
         self._ring()
@@ -180,11 +182,13 @@ class LifecycleActor:
     async def perform(self, verb: Verb) -> None:
         """Have a verb performed and wait for its answer.
 
-        Cancellation: abandons the wait. A verb that had no effect yet will have none.
+        Cancellation: abandons the wait. A START or RECONFIGURE that had no effect yet will have
+        none; a STOP or UNLOAD goes on.
         """
         if self._closed:
             raise ProviderClosed("the provider is closed")
-        await trio.lowlevel.checkpoint_if_cancelled()
+        if verb.event in (Event.START, Event.RECONFIGURE):
+            await trio.lowlevel.checkpoint_if_cancelled()
         self._inbox.put(verb)
         await verb.wait()
 
@@ -201,9 +205,8 @@ class LifecycleActor:
         """Return the present status."""
         generation = self._generation
         if generation is None:
-            return Status(self.phase, None, 0)
-        loading = self.phase is Phase.LOADING
-        return Status(self.phase, generation.progress if loading else None, generation.number)
+            return Status(self.phase, self.residency, None, 0)
+        return Status(self.phase, self.residency, generation.progress, generation.number)
 
     def diagnostics(self) -> Diagnostics:
         """Take a snapshot."""
@@ -224,7 +227,7 @@ class LifecycleActor:
         )
 
     @property
-    def residency(self) -> str:
+    def residency(self) -> Residency:
         """Whether the model is "unloaded", "loading", "resident" or "asleep"."""
         match self.phase:
             case Phase.UNLOADED:
@@ -258,28 +261,37 @@ class LifecycleActor:
             try:
                 async with trio.open_nursery() as self._keepers:
                     async with trio.open_nursery() as self._runners:
-                        while items := await self._inbox.take():
-                            for item in items:
-                                self._take_safely(item)
-                        self._end_requests()
-                    self._keepers.cancel_scope.cancel()
+                        await self._take_items()
+                    if self._generation is not None:
+                        self._generation.scope.cancel()
             except BaseException as exc:  # noqa: ASYNC103, BLE001 - raised below; of a task of ours
-                self._break(exc)
+                self._break(first_of(exc))
             self._finish()
         if isinstance(self._broken, Exception):
             raise self._brokenness() from self._broken
         if self._broken is not None:
             raise self._broken
 
+    async def _take_items(self) -> None:
+        try:
+            while items := await self._inbox.take():
+                for item in items:
+                    self._take_safely(item)
+        except BaseException:  # a task of ours broke, and cancelled us
+            self._end_requests(ProviderBroken("a task of the provider broke"))
+            raise
+        self._end_requests(self._brokenness() if self._broken else None)
+
     def _take_safely(self, item: _Item) -> None:
         """Take one item; after `close`, or after a defect, only keep verbs to be answered."""
-        if self._closed:
-            if isinstance(item, Verb):
-                self._verbs.keep(item)
-            return
         try:
-            self._take_item(item)
+            if not self._closed:
+                self._take_item(item)
+            elif isinstance(item, Verb):
+                self._verbs.postpone(item)
         except Exception as exc:  # noqa: BLE001 - raised by `run`, when all is in order
+            if isinstance(item, Verb):
+                self._verbs.postpone(item)
             self._break(exc)
 
     def _break(self, error: BaseException) -> None:
@@ -308,7 +320,8 @@ class LifecycleActor:
     def _take_verb(self, verb: Verb) -> None:
         if verb.withdrawn:
             return
-        if verb.event is Event.RECONFIGURE and verb.config == self.config:
+        no_change = verb.event is Event.RECONFIGURE and verb.config == self.config
+        if no_change and not self._verbs.is_postponed(Event.RECONFIGURE):
             verb.answer()
         else:
             self._take(verb.event, verb)
@@ -317,12 +330,14 @@ class LifecycleActor:
         match told.event:
             case Opened() | Awake():
                 self._take(Event.READY)
+                self._notify()
             case Ended():
                 self._held_end = told.event
+                self._work.fail_all(told.event.error or _gone(), after=VERDICT)
             case LoadProgress():
                 self._notify(progress=True)
             case Asleep():
-                pass
+                self._notify()
 
     def _on_idle(self) -> None:
         """Deliver what must wait until no request is running."""
@@ -332,8 +347,8 @@ class LifecycleActor:
             end, self._held_end = self._held_end, None
             self.failure = end.error
             if isinstance(end.error, Unkillable):
-                self._verbs.fail(Event.UNLOAD, end.error)
-                self._verbs.fail(Event.RECONFIGURE, end.error)
+                for event in (Event.START, Event.UNLOAD, Event.RECONFIGURE):
+                    self._verbs.fail(event, end.error)
             self._take(Event.GONE)
 
     def _take(self, event: Event, verb: Verb | None = None) -> None:
@@ -341,11 +356,20 @@ class LifecycleActor:
         changed = self._step(event, verb)
         while changed:
             changed = False
-            for postponed in self._verbs.take_postponed():
-                changed |= self._step(postponed.event, postponed)
+            postponed = self._verbs.take_postponed()
+            try:
+                while postponed:
+                    next_one = postponed.pop(0)
+                    changed |= self._step(next_one.event, next_one)
+            finally:  # none are left, unless a step broke
+                for left in postponed:
+                    self._verbs.postpone(left)
 
     def _step(self, event: Event, verb: Verb | None) -> bool:
         """Look one step up in the table and do it; say whether the phase has changed."""
+        if verb is not None and event is Event.START and self._held_end is not None:
+            self._verbs.postpone(verb)  # the model is known to be dead; its GONE comes first
+            return False
         old, step = self.phase, phases.step(self.phase, event)
         waiting_phase = self._waiting_phase()
         self.phase = step.phase
@@ -402,7 +426,8 @@ class LifecycleActor:
         generation = self._generation
         if self.phase is not Phase.STARTED or generation is None:
             return
-        while self._queue and len(self._work) < self.config.slots and generation.session:
+        loaded = generation.session is not None
+        while loaded and self._queue and len(self._work) < self.config.slots:
             reply = self._queue.pop()
             self._work.start(self._runners, reply, generation)
             self._observe("on_request_started", reply)
@@ -416,9 +441,10 @@ class LifecycleActor:
             self._settle(reply, outcome)
 
     def _fail(self, waiting_phase: RequestPhase) -> None:
-        error = self.failure or ClosedError("the model was unloaded")
+        error = self.failure or _gone()
         self._drop(Failed(error, waiting_phase))
-        self._verbs.fail(Event.START, error)
+        # One that came after the death, and is postponed for it, wants another model.
+        self._verbs.fail(Event.START, error, postponed=False)
 
     # -- what other tasks report ---------------------------------------------------------------
 
@@ -433,7 +459,7 @@ class LifecycleActor:
                 self._last_end = event
             case _ if self._inbox.unread > MAX_UNREAD:
                 raise StateFlood(f"more than {MAX_UNREAD} records that nobody could take yet")
-        self._inbox.put(_Told(generation, event), progress=isinstance(event, LoadProgress))
+        self._inbox.put(_Told(event), progress=isinstance(event, LoadProgress))
 
     def _on_work_finished(self, reply: Reply, outcome: Outcome) -> None:
         try:
@@ -462,25 +488,29 @@ class LifecycleActor:
         self.counters.count_outcome(outcome)
         self._observe("on_request_finished", reply, outcome)
 
-    def _end_requests(self) -> None:
-        """Give every request its end, after `close`."""
-        if self._broken is not None:
-            error = self._brokenness()
-            self._drop(Failed(error, self._waiting_phase()))
-            self._work.fail_all(error)
-        else:
+    def _end_requests(self, error: Exception | None) -> None:
+        """Give every request its end, after `close` or for an error."""
+        if error is None:
             self._drop(Cancelled("shutdown", self._waiting_phase()))
             self._cancel_running("shutdown")
+        else:
+            self._queue.close()
+            self._drop(Failed(error, self._waiting_phase()))
+            self._work.fail_all(error)
 
     def _finish(self) -> None:
         """Answer everybody who still waits, when nothing is left."""
-        self.phase = Phase.UNLOADED
+        for item in self._inbox.drain():  # nothing, unless a task of ours broke
+            if isinstance(item, Verb):
+                self._verbs.postpone(item)
         self._queue.clear()
-        for reply in self._live.values():  # none, unless the actor broke in the midst of one
+        for reply in self._live.values():  # none, unless we broke in the midst of giving an outcome
             if reply.outcome is None:
                 outcome = Failed(self._brokenness(), self._waiting_phase())
                 reply.settle(outcome)
                 self.counters.count_outcome(outcome)
+        self._live.clear()
+        self.phase = Phase.UNLOADED
         self._verbs.finish()
         self._notify()
         for watcher in self._watchers:
@@ -501,3 +531,18 @@ class LifecycleActor:
             _logger.exception("%s.%s raised", type(self).__name__, hook)
         except BaseException as exc:  # noqa: ASYNC103, BLE001 - `run` raises it; SystemExit, say
             self._break(exc)
+
+
+def _gone() -> LlamatrioError:
+    return ClosedError("the model was unloaded")
+
+
+def first_of(error: BaseException) -> BaseException:
+    """Take one exception out of the groups that nurseries of ours made of it.
+
+    What is no cancel comes first. Two Ctrl-C can make two; the first is as good as both.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        others = [one for one in error.exceptions if not isinstance(one, trio.Cancelled)]
+        error = (others or error.exceptions)[0]
+    return error

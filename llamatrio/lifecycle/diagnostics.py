@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import attrs
 
 from llamatrio.child.exits import Exit
@@ -10,6 +12,10 @@ from llamatrio.lifecycle.phases import Phase
 from llamatrio.outcomes import Cancelled, Failed, Finished, Outcome
 from llamatrio.session.base import Ended, LoadProgress
 
+Residency: TypeAlias = Literal["unloaded", "loading", "resident", "asleep"]
+"""Where the model is: `loading` is the first load of a generation; a model that is `asleep` has
+given its memory back and comes again with the next request."""
+
 
 @attrs.frozen
 class Status:
@@ -17,11 +23,13 @@ class Status:
 
     Attributes:
       phase: Where it stands.
-      progress: How far the load is while there is one, else None.
+      residency: Where the model is.
+      progress: How far the load is while there is one, the first or one after sleep; else None.
       generation: The number of the present or last life of the model; 0 before the first.
     """
 
     phase: Phase
+    residency: Residency
     progress: LoadProgress | None
     generation: int
 
@@ -95,7 +103,7 @@ class Diagnostics:
 
     phase: Phase
     started: bool
-    residency: str
+    residency: Residency
     generation: int
     pid: int | None
     pending: int

@@ -55,17 +55,22 @@ class Inbox(Generic[T]):
         self._closed = True
         self._send.close()
 
+    def drain(self) -> list[T]:
+        """Take what is there, without waiting."""
+        cells = []
+        while self.unread:
+            cells.append(self._receive.receive_nowait())
+        self._newest = None
+        return [cell.item for cell in cells]
+
     async def take(self) -> list[T]:
         """Wait for items and take all of them; none are left only after `close`.
 
         Cancellation: nothing is lost.
         """
         try:
-            cells = [await self._receive.receive()]
+            first = await self._receive.receive()
         except trio.EndOfChannel:
             await trio.lowlevel.checkpoint()
             return []
-        while self.unread:
-            cells.append(self._receive.receive_nowait())
-        self._newest = None
-        return [cell.item for cell in cells]
+        return [first.item, *self.drain()]

@@ -77,6 +77,7 @@ class Generation:
                 self.progress = None
             case Ended():
                 self.session = None
+                self.progress = None
                 self.end = event
                 self._ended.set()
 
@@ -90,21 +91,22 @@ async def keep(
 
     Args:
       generation: What to run; cancelling its scope ends it.
-      report: Is told every event, the last of them `Ended`, exactly once.
+      report: Is told every event, the last of them `Ended`, exactly once. What a backend tells
+        after that is lost.
     """
 
     def publish(event: SessionEvent) -> None:
-        generation.note(event)
-        report(generation, event)
+        if generation.end is None:
+            generation.note(event)
+            report(generation, event)
 
     error: LlamatrioError | None = None
-    with generation.scope:
-        try:
+    try:  # around the scope, which first takes a cancel out of a group
+        with generation.scope:
             await generation.backend.run(generation.config, publish)
-        except LlamatrioError as exc:
-            error = exc
-        except Exception as exc:  # noqa: BLE001 - whatever a backend of yours raises ends it alone
-            error = ChildError(f"the backend broke: {exc!r}")
-            error.__cause__ = exc
-    if generation.end is None:
-        publish(Ended(error))
+    except LlamatrioError as exc:
+        error = exc
+    except Exception as exc:  # noqa: BLE001 - whatever a backend of yours raises ends it alone
+        error = ChildError(f"the backend broke: {exc!r}")
+        error.__cause__ = exc
+    publish(Ended(error))

@@ -33,19 +33,22 @@ class Verb:
     _done: trio.Event = attrs.field(factory=trio.Event)
 
     def answer(self, error: Exception | None = None) -> None:
-        """Let the caller go on, or raise there."""
-        self.error = error
-        self._done.set()
+        """Let the caller go on, or raise there; only the first answer counts."""
+        if not self._done.is_set():
+            self.error = error
+            self._done.set()
 
     async def wait(self) -> None:
         """Wait for the answer.
 
-        Cancellation: abandons the wait, and withdraws a wish that had no effect yet.
+        Cancellation: abandons the wait, and withdraws a START or a RECONFIGURE that had no effect
+        yet.
         """
         try:
             await self._done.wait()
         except BaseException:  # Cancelled, or a Ctrl-C
-            self.withdrawn = True
+            # Somebody who stops in a `finally` wants it stopped, whether he can wait or not.
+            self.withdrawn = self.event in (Event.START, Event.RECONFIGURE)
             raise
         if self.error is not None:
             raise self.error
@@ -69,9 +72,13 @@ class Verbs:
                 message = f"cannot {verb.event.value} while {phase.value}; stop first"
                 verb.answer(WrongPhase(message))
 
-    def keep(self, verb: Verb) -> None:
-        """Keep a wish that came too late, for `finish` to answer."""
+    def postpone(self, verb: Verb) -> None:
+        """Keep a wish, to be looked at again, or to be answered by `finish`."""
         self._postponed.append(verb)
+
+    def is_postponed(self, event: Event) -> bool:
+        """Say whether a wish of this kind is postponed."""
+        return any(verb.event is event and not verb.withdrawn for verb in self._postponed)
 
     def answer_reached(self, phase: Phase) -> None:
         """Answer those that waited for this phase."""
@@ -85,12 +92,12 @@ class Verbs:
         postponed, self._postponed = self._postponed, []
         return [verb for verb in postponed if not verb.withdrawn]
 
-    def fail(self, event: Event, error: LlamatrioError) -> None:
-        """Answer every wish of one kind with an error."""
-        for verbs in (self._waiting, self._postponed):
+    def fail(self, event: Event, error: LlamatrioError, *, postponed: bool = True) -> None:
+        """Answer every wish of one kind with an error; those that are postponed only if told so."""
+        for verbs in (self._waiting, self._postponed) if postponed else (self._waiting,):
             for verb in [verb for verb in verbs if verb.event is event]:
-                verbs.remove(verb)
                 verb.answer(_renewed(error))
+                verbs.remove(verb)
 
     def finish(self) -> None:
         """Answer everybody, when the provider has ended: those who wanted an end have got it."""
@@ -103,6 +110,9 @@ class Verbs:
 
 def _renewed(error: LlamatrioError) -> LlamatrioError:
     """Copy an error for one of several waiters: one object would gather all their tracebacks."""
-    new = copy.copy(error)
+    try:
+        new = copy.copy(error)
+    except Exception:  # noqa: BLE001 - a class of yours whose constructor does not take its `args`
+        return error
     new.__cause__ = error.__cause__
     return new

@@ -9,12 +9,12 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from llamatrio.errors import ChildError, StreamBroken
+from llamatrio.errors import ChildError, ProviderBroken, StreamBroken
 from llamatrio.lifecycle.keeper import Generation
 from llamatrio.lifecycle.reply import Reply
 from llamatrio.outcomes import By, Cancelled, Failed, Outcome
 
-_VERDICT: Final = 1.0
+VERDICT: Final = 1.0
 """Seconds for which a request whose connection broke waits to learn whether the child died: the
 two are noticed through different doors, in any order."""
 
@@ -23,7 +23,7 @@ two are noticed through different doors, in any order."""
 class _Running:
     reply: Reply
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
-    instead: Outcome | By = "caller"  # the outcome if the scope is cancelled, or who did it
+    ended_by: By | Exception | None = None  # who or what had the scope cancelled
 
 
 class Work:
@@ -55,53 +55,59 @@ class Work:
     def cancel(self, id: int, by: By) -> None:
         """Cancel one request if it runs. One that finishes all the same stays finished."""
         if running := self._running.get(id):
-            if not running.scope.cancel_called:
-                running.instead = by
+            running.ended_by = running.ended_by or by
             running.scope.cancel()
 
-    def fail_all(self, error: Exception) -> None:
-        """End all that run, as failed."""
+    def fail_all(self, error: Exception, *, after: float = 0) -> None:
+        """End all that run, as failed.
+
+        Args:
+          error: What broke.
+          after: Seconds in which they may still come to an end by themselves.
+        """
+        deadline = trio.current_time() + after
         for running in self._running.values():
-            reply = running.reply
-            running.instead = Failed(error, reply.phase, reply.tokens)
-            running.scope.cancel()
+            running.ended_by = running.ended_by or error
+            running.scope.deadline = min(running.scope.deadline, deadline)
 
     @enable_ki_protection
     async def _serve(self, running: _Running, generation: Generation) -> None:
         reply = running.reply
         outcome: Outcome | None = None
-        try:
+        try:  # around the scope, which first takes a cancel out of a group
             with running.scope:
                 outcome = await self._perform(reply, generation)
+        except Exception as exc:  # noqa: BLE001 - whatever a session raises fails its request alone
+            outcome = self._failed(exc, reply, generation)
         finally:
-            if outcome is None:
-                outcome = self._given_up(running)
+            outcome = outcome or self._given_up(running)
             del self._running[reply.id]
             self._on_finished(reply, outcome)
 
     async def _perform(self, reply: Reply, generation: Generation) -> Outcome:
-        error: Exception
         try:
             if generation.session is None:
                 raise StreamBroken("the model was gone before the request reached it")
             return await generation.session.perform(reply.request, reply.emit)
         except StreamBroken as exc:
-            error = await self._verdict(generation, exc)
-        except Exception as exc:  # noqa: BLE001 - whatever a session raises fails its request alone
-            error = exc
+            return self._failed(await self._verdict(generation, exc), reply, generation)
+
+    def _failed(self, error: Exception, reply: Reply, generation: Generation) -> Failed:
         if isinstance(error, ChildError) and not error.stderr_tail:
             error.stderr_tail = generation.backend.log_tail
         return Failed(error, reply.phase, reply.tokens)
 
     async def _verdict(self, generation: Generation, error: StreamBroken) -> Exception:
         """Find out why a request broke: the end of the child explains more than its socket."""
-        with trio.move_on_after(_VERDICT):
+        with trio.move_on_after(VERDICT):
             end = await generation.wait_ended()
             if end.error is not None:
                 return end.error
         return error
 
     def _given_up(self, running: _Running) -> Outcome:
-        if not isinstance(running.instead, str):
-            return running.instead
-        return Cancelled(running.instead, running.reply.phase, running.reply.tokens)
+        reply, ended_by = running.reply, running.ended_by
+        if isinstance(ended_by, str):
+            return Cancelled(ended_by, reply.phase, reply.tokens)
+        error = ended_by or ProviderBroken("the provider broke while the request was running")
+        return Failed(error, reply.phase, reply.tokens)

@@ -17,7 +17,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from llamatrio.child.launch import Address
-from llamatrio.errors import AnswerTooLarge, RequestRefused, StreamBroken
+from llamatrio.errors import AnswerTooLarge, BadAnswer, RequestRefused, StreamBroken
 from llamatrio.outcomes import Finished
 from llamatrio.requests import Request
 from llamatrio.session.base import Emit, ModelSession
@@ -63,7 +63,7 @@ class HttpSession(ModelSession):
         try:
             with closing(await _connect(self._address)) as connection:
                 await connection.send(request, self._key)
-                return await _answer(connection, emit)
+                return await _answer(connection, request, emit)
         except (OSError, trio.BrokenResourceError, h11.RemoteProtocolError) as exc:
             raise StreamBroken(f"the connection to the child broke: {exc}") from exc
 
@@ -122,12 +122,15 @@ async def _connect(address: Address) -> _Connection:
     return _Connection(await trio.open_tcp_stream(*address))
 
 
-async def _answer(connection: _Connection, emit: Emit) -> Finished:
+async def _answer(connection: _Connection, request: Request, emit: Emit) -> Finished:
     response = await connection.response()
     if response.status_code != 200:
         raise _refused(response.status_code, await _body(connection))
-    if not _is_stream(response):
-        return _whole(await _body(connection))
+    kind = _header(response, b"content-type")
+    if not request.streamed:
+        return await _whole(connection, response, kind)
+    if not kind.startswith(b"text/event-stream"):
+        raise BadAnswer(f"the child answers {request.path} with {kind!r} and not with a stream")
     reader = AnswerReader()
     while data := await connection.data():
         for piece in reader.feed(data):
@@ -137,9 +140,8 @@ async def _answer(connection: _Connection, emit: Emit) -> Finished:
     raise StreamBroken("the answer ended without its terminal mark")
 
 
-def _is_stream(response: h11.Response) -> bool:
-    kinds = [value for name, value in response.headers if name == b"content-type"]
-    return any(kind.startswith(b"text/event-stream") for kind in kinds)
+def _header(response: h11.Response, wanted: bytes) -> bytes:
+    return next((value for name, value in response.headers if name == wanted), b"")
 
 
 async def _body(connection: _Connection) -> bytes:
@@ -151,18 +153,23 @@ async def _body(connection: _Connection) -> bytes:
     return bytes(body)
 
 
-def _whole(body: bytes) -> Finished:
+async def _whole(connection: _Connection, response: h11.Response, kind: bytes) -> Finished:
     """Read an answer in one piece: JSON, or plain text such as that of `/metrics`."""
+    if not _header(response, b"content-length") and not _header(response, b"transfer-encoding"):
+        raise BadAnswer("the child does not say how long its answer is: it could be cut anywhere")
+    body = await _body(connection)
+    if not kind.startswith(b"application/json"):
+        return Finished("done", body=body.decode(errors="replace"))
     try:
         return Finished("done", body=json.loads(body))
-    except ValueError:
-        return Finished("done", body=body.decode(errors="replace"))
+    except (ValueError, RecursionError) as exc:
+        raise BadAnswer(f"the child's answer is not JSON: {exc}") from exc
 
 
 def _refused(status: int, body: bytes) -> RequestRefused:
     try:
         error = json.loads(body)["error"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         error = None
     if not isinstance(error, dict):
         error = {"type": f"status {status}", "message": body[:500].decode(errors="replace")}

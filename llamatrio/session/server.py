@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -158,7 +159,10 @@ class ServerBackend(Backend):
             key=key,
             environ=os.environ,
         )
-        return attrs.evolve(launch, ladder=self._ladder, bounds=self._bounds)
+        bounds = self._bounds
+        if config.model is None:
+            bounds = attrs.evolve(bounds, handshake=math.inf)
+        return attrs.evolve(launch, ladder=self._ladder, bounds=bounds)
 
     async def _run_child(self, launch: Launch, listener: _Translator) -> None:
         self._logs = logs = LogChannel(launch.bounds.log_lines, launch.bounds.tail)
@@ -264,7 +268,7 @@ def find_program(kind: Kind) -> str:
     """
     match kind:
         case Hosted():
-            return kind.python or sys.executable
+            return _which(kind.python) if kind.python else sys.executable
         case Stock():
             return _which(kind.program) if kind.program else _find_llama_server()
         case Own():

@@ -33,5 +33,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(parrot.text)
 
 
-if __name__ == "_main__":
+if __name__ == "__main__":
     main()

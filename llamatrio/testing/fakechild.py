@@ -154,7 +154,10 @@ class _Child:
         import resource  # not on Windows, where `command` must still be importable
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.kill(os.getpid(), _signal_named(name))
+        number = _signal_named(name)
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)  # our parent may have been told to ignore it
+        os.kill(os.getpid(), number)
 
     def ignore(self, name: str) -> None:
         signal.signal(_signal_named(name), signal.SIG_IGN)

@@ -1,7 +1,7 @@
 """Write a tiny model file that recites one known sentence, whatever the prompt.
 
 A test of a llama.cpp child wants a real model whose every answer is known, and wants it without
-a download. A *parrot* is one: a GGUF file of about 0.7 MB, made in a few milliseconds, that any
+a download. A *parrot* is one: a GGUF file of about 0.8 MB, made in a few milliseconds, that any
 llama.cpp build loads as an ordinary model of the "llama" architecture.
 
 Why it recites
@@ -34,7 +34,7 @@ the version, the number of tensors and of metadata entries; the metadata; one re
 metadata keys are those which llama.cpp reads for this architecture and tokenizer.
 
 Only all-zero tensors grow with `layers` and `feed_forward`, and they are never written: they are
-holes. So a parrot can be hundreds of megabytes long, or slow, and still occupy 0.7 MB of disk.
+holes. So a parrot can be hundreds of megabytes long, or slow, and still occupy 0.8 MB of disk.
 """
 
 from __future__ import annotations

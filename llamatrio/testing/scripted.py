@@ -9,8 +9,8 @@ exactly one outcome for every request.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Final, TypeAlias
 
 import trio
@@ -20,7 +20,7 @@ from llamatrio.errors import ChildDied, ChildError, LoadFailed, StreamBroken
 from llamatrio.lifecycle.actor import LifecycleActor
 from llamatrio.outcomes import Finished, Usage
 from llamatrio.provider import ActorFactory, LocalProvider, open_provider
-from llamatrio.requests import Delta, PromptProgress, Request
+from llamatrio.requests import STREAMED, Delta, PromptProgress, Request
 from llamatrio.session.base import (
     Asleep,
     Awake,
@@ -176,17 +176,16 @@ class _ScriptedSession(ModelSession):
 
 def _bound(request: Request) -> int:
     body = request.body if isinstance(request.body, Mapping) else {}
-    bounds = [body.get(name) for name in ("max_tokens", "n_predict")]
+    bounds = [body.get(name) for name in STREAMED.get(request.path, ())]
     return next((bound for bound in bounds if isinstance(bound, int)), 1024)
 
 
-@asynccontextmanager
-async def open_scripted_provider(
+def open_scripted_provider(
     backend: ScriptedBackend | str | Script = ANSWER,
     *,
     config: ModelConfig | None = None,
     actor: ActorFactory = LifecycleActor,
-) -> AsyncGenerator[LocalProvider, None]:
+) -> AbstractAsyncContextManager[LocalProvider]:
     """Own a provider that plays its model; everything else is as in `llamatrio.open_provider`.
 
     ::
@@ -199,10 +198,6 @@ async def open_scripted_provider(
       backend: What is said, or a backend that the test has a hand on.
       config: How many slots there are, above all; the model's name means nothing.
       actor: As in `llamatrio.open_provider`.
-
-    Cancellation: leaves the block, at once.
     """
     played = backend if isinstance(backend, ScriptedBackend) else ScriptedBackend(backend)
-    model = config or ModelConfig("scripted.gguf")
-    async with open_provider(model, backend=played, actor=actor) as provider:
-        yield provider
+    return open_provider(config or ModelConfig("scripted.gguf"), backend=played, actor=actor)

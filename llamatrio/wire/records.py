@@ -66,7 +66,10 @@ class Sleeping:
 
 @attrs.frozen
 class Downloading:
-    """The child fetches the model from somewhere.
+    """The child fetches a model from somewhere.
+
+    llama-server writes these only where its router tells it to do nothing else; a child of your own
+    may write them before it loads.
 
     Attributes:
       url: What it fetches.
@@ -181,8 +184,8 @@ def _number(value: object, _: object) -> float:
 
 
 def _whole(value: object, _: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"not a whole number: {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**63:
+        raise ValueError(f"not a whole number of 64 bits: {value!r}")
     return value
 
 
