@@ -425,7 +425,7 @@ async def test_a_place_where_no_directory_can_be_made_fails_the_start(
 async def test_a_bad_answer_fails_its_request_alone(
     mode: str, kind: type[Exception], reason: str, parrot: Parrot
 ) -> None:
-    child = Own(fakechild.command(f"H {mode}", "S ready", "R"))
+    child = Own(fakechild.command(f"H {mode}", "E the backend is upset\\n", "S ready", "R"))
     with trio.fail_after(60):
         async with open_provider(ModelConfig(parrot.path, slots=2), backend=child) as provider:
             await provider.start()
@@ -441,6 +441,8 @@ async def test_a_bad_answer_fails_its_request_alone(
                     assert caught.value.__cause__.status == int(mode)
                 else:
                     assert caught.value.text.startswith("Every")
+                    assert isinstance(caught.value.__cause__, ChildError)
+                    assert caught.value.__cause__.stderr_tail == "the backend is upset"
             assert provider.phase is Phase.STARTED
             assert provider.diagnostics().pid == pid
             assert provider.diagnostics().counters.failed == 3

@@ -458,6 +458,7 @@ class LifecycleActor:
                 self.counters.count_end(event, generation.opened is not None)
                 self._last_end = event
             case _ if self._inbox.unread > MAX_UNREAD:
+                generation.session = None  # nothing more is sent to it while it is ended
                 raise StateFlood(f"more than {MAX_UNREAD} records that nobody could take yet")
         self._inbox.put(_Told(event), progress=isinstance(event, LoadProgress))
 
