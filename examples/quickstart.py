@@ -9,7 +9,6 @@ recites one sentence. `--model` takes any GGUF file, `--server` a llama-server t
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import tempfile
 import time
@@ -107,7 +106,6 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path, help="any GGUF file")
     parser.add_argument("--server", help="a llama-server; without it the xllamacpp wheel is used")
     chosen = parser.parse_args()
-    logging.getLogger("llamatrio.child").setLevel(logging.ERROR)
     backend = llamatrio.Stock(chosen.server) if chosen.server else llamatrio.Hosted()
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -80,7 +80,8 @@ class ModelConfig:
     llama.cpp. What a kind of child cannot honour it refuses by name, when the provider is opened.
 
     Attributes:
-      model: A GGUF file. None only if `args` name another source of the model, such as `-hf`.
+      model: A GGUF file; `~` is not expanded. None only if `args` name another source of the
+        model, such as `-hf`.
       context: Tokens that **each slot** can hold, prompt and answer together; llama.cpp rounds it
         up to a multiple of 256, and holds it down to what the model was trained with. None: what
         it was trained with, in each slot, or less where memory does not suffice.

@@ -60,7 +60,9 @@ class Provider(ABC):
         effect yet will have none.
 
         Raises:
-          LlamatrioError: if the model cannot be loaded; several callers get one each.
+          SpecificationError: if a file of the model or the child's program cannot work.
+          LoadFailed: if the child ends before the model is ready; several callers get one each.
+          ChildError: if it is at fault otherwise, such as by saying nothing (`NoHandshake`).
           StartInterrupted: if a later `stop` came in between.
           ProviderClosed: if the provider's block is left.
         """
@@ -195,6 +197,8 @@ class LocalProvider(Provider):
         """Accept a request; see `Provider.submit`."""
         if threading.get_ident() != self._thread:
             raise WrongThread("submit belongs to the Trio thread: use trio.from_thread.run_sync")
+        if not isinstance(request, Request):
+            raise SpecificationError(f"not a Request: {request!r}; see chat_request, for one")
         return self._actor.submit(request)
 
     @enable_ki_protection
@@ -376,9 +380,9 @@ async def open_provider(
 ) -> AsyncGenerator[LocalProvider, None]:
     """Own a model for the length of a block.
 
-    Nothing is loaded before `start`. Leaving the block, in whatever way, cancels the requests
-    that are left, ends the child and removes its socket. Every outcome exists when the block has
-    been left.
+    Nothing is loaded before `start`, and no file is looked at. Leaving the block, in whatever way,
+    cancels the requests that are left, ends the child and removes its socket. Every outcome exists
+    when the block has been left.
 
     An exception of the body comes out as it is, with its cause and context. An exception of the
     library comes out bare. Both at once come as a group. A Ctrl-C while the block is being left
@@ -400,6 +404,8 @@ async def open_provider(
       SpecificationError: if the configuration cannot work.
       ProviderBroken: if the actor broke; the body is cancelled for it.
     """
+    if not isinstance(config, ModelConfig):
+        raise SpecificationError(f"not a ModelConfig: {config!r}")
     if isinstance(backend, Hosted | Stock | Own) or backend is None:
         backend = ServerBackend(backend, name=name or "model", runtime_dir=runtime_dir)
     elif name is not None or runtime_dir is not None:

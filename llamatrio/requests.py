@@ -222,7 +222,7 @@ def chat_request(
     """
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    conversation = [dict(message) for message in messages]
+    conversation = [_message(message) for message in messages]
     if system is not None:
         conversation.insert(0, {"role": "system", "content": system})
     body: dict[str, object] = {"messages": conversation, **fields}
@@ -231,6 +231,14 @@ def chat_request(
     if tools is not None:
         body["tools"] = [dict(tool) for tool in tools]
     return Request("/v1/chat/completions", body)
+
+
+def _message(message: object) -> Message:
+    if not isinstance(message, Mapping):
+        raise SpecificationError(
+            f"messages is a list of objects with `role` and `content`; {message!r} is none"
+        )
+    return dict(message)
 
 
 def _sampling(

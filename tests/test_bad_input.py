@@ -748,3 +748,21 @@ async def test_a_program_without_standard_streams_can_have_children(
     with trio.fail_after(60):
         await trio.run_process(command)
     assert report.read_text() == "Every answer here is a fake. exited with code 0 hello"
+
+
+async def test_a_model_that_is_a_fifo_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.gguf")
+    with trio.fail_after(30):
+        async with open_provider(ModelConfig(tmp_path / "fifo.gguf")) as provider:
+            with pytest.raises(ModelFileError, match="not a regular file"):
+                await provider.start()
+
+
+async def test_what_is_no_request_or_no_configuration_is_refused(parrot: Parrot) -> None:
+    with trio.fail_after(30):
+        with pytest.raises(SpecificationError, match=r"not a ModelConfig: 'model\.gguf'"):
+            async with open_provider("model.gguf"):  # type: ignore[arg-type]
+                pass
+        async with open_provider(ModelConfig(parrot.path)) as provider:
+            with pytest.raises(SpecificationError, match="not a Request: 'hello'"):
+                provider.submit("hello")  # type: ignore[arg-type]

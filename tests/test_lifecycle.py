@@ -135,13 +135,14 @@ async def test_stop_and_unload_with_a_stream_open_end_the_child_with_0(
 ) -> None:
     with trio.fail_after(60):
         async with open_provider(ModelConfig(endless.path), backend=kind) as provider:
-            await provider.start()
-            await first_text(provider.submit(ON_AND_ON))
-            began = time.perf_counter()
-            await provider.stop()
-            await provider.unload_model()
-            assert time.perf_counter() - began < 0.5
-            assert last_returncode(provider) == 0
+            for _ in range(10):
+                await provider.start()
+                await first_text(provider.submit(ON_AND_ON))
+                began = time.perf_counter()
+                await provider.stop()
+                await provider.unload_model()
+                assert time.perf_counter() - began < 0.5
+                assert last_returncode(provider) == 0
 
 
 # llama.cpp's router takes 10 s and a SIGKILL there.

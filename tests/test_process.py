@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import secrets
 import signal
@@ -75,6 +76,9 @@ class Recorder:
     def on_unexpected(self, data: bytes) -> None:
         self.unexpected.append(data)
         self._note("unexpected")
+
+    def last_cut(self) -> float:
+        return -math.inf
 
     def on_exit(self, exit: Exit, fault: ChildError | None) -> None:
         self.ends.append((exit, fault))
@@ -513,6 +517,25 @@ async def test_the_exit_line_comes_once_and_not_before_50_ms_after_READY() -> No
     assert float(waited) >= 0.05
     assert said == "cmd_router_to_child:exit"
     assert end.returncode == 0
+
+
+async def test_the_exit_line_waits_until_a_child_has_noticed_a_cut_connection() -> None:
+    cut_at = -math.inf
+
+    class Cutting(Recorder):
+        def last_cut(self) -> float:
+            return cut_at
+
+    recorder = Cutting()
+    start = launch(fakechild.command("S ready", "R"), Ladder(settle=0.1))
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run_child, start, recorder, recorder.logs, recorder.tally)
+            await recorder.wait_for(Ready)
+            cut_at = trio.current_time() + 0.3
+            nursery.cancel_scope.cancel()
+        assert trio.current_time() >= cut_at + 0.1
+    assert recorder.exit.returncode == 0
 
 
 async def test_nothing_is_written_to_a_child_that_loads_but_its_stdin_ends() -> None:

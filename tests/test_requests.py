@@ -271,3 +271,9 @@ def test_tools_are_sent_and_an_empty_list_of_them_too() -> None:
 def test_a_piece_parses_the_event_that_it_came_from() -> None:
     assert Delta("a", data=b'{"content":"a"}').raw == {"content": "a"}
     assert Delta().raw == {}
+
+
+@pytest.mark.parametrize("messages", [{"role": "user", "content": "x"}, ["hello"], [1]])
+def test_messages_that_are_none_are_refused(messages: object) -> None:
+    with pytest.raises(SpecificationError, match="messages is a list of objects"):
+        chat_request(messages)  # type: ignore[arg-type]

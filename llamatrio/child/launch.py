@@ -68,9 +68,11 @@ class Ladder:
     """How a child is ended: the deadline of each rung, in seconds.
 
     Attributes:
-      settle: An exit line that reaches the child less than this after READY may be lost (its main
-        loop sets `running` after the line was obeyed; b11434, server-queue.cpp, `start_loop`), so
-        none is written earlier.
+      settle: An exit line that reaches the child just after READY may be lost (its main loop sets
+        `running` after the line was obeyed; b11434, server-queue.cpp, `start_loop`). One that
+        reaches it before it has noticed that a connection was closed is obeyed seconds later: its
+        HTTP threads then wait for results that nobody makes any more, and look up once a second
+        (server-http.cpp). So none is written earlier than this after either.
       exit: From the exit line to SIGTERM.
       terminate: From SIGTERM to SIGKILL.
       terminate_loading: The same while the model is loading: there SIGTERM acts at once.

@@ -24,6 +24,11 @@ LEVELS: Final = {
 _BATCH: Final = 100
 
 
+# Without this, a program that has not set up logging would have every warning of llama.cpp on its
+# stderr, among them one for each request that is cancelled. Errors carry the log's end anyway.
+logging.getLogger("llamatrio.child").addHandler(logging.NullHandler())
+
+
 class Tail:
     """The last lines of a log, up to a number of bytes."""
 

@@ -37,6 +37,10 @@ class Listener(Protocol):
     def on_unexpected(self, data: bytes) -> None:
         """Take a line of the child's stdout that is no record. It means nothing."""
 
+    def last_cut(self) -> float:
+        """Say when a request's connection was last closed within its answer; -inf for never."""
+        ...
+
     def on_exit(self, exit: Exit, fault: ChildError | None) -> None:
         """Take the end, once, after everything else: after the last record, after the reaping.
 
@@ -178,7 +182,7 @@ class _Child:
         """See the process to its end, whatever state it is in, and close everything."""
         try:
             if not self.exited:
-                await climb_ladder(self.process, self.launch.ladder, self.ready_at)
+                await climb_ladder(self.process, self.launch.ladder, self.quiet_since())
             # A child that ended by itself may have left others in its group; they are ours too.
             self.process.kill()
             self.process.reap()
@@ -190,6 +194,11 @@ class _Child:
             self.process.close()
         if self.process.returncode is None:
             self.fault = Unkillable(f"process {self.process.pid} survived SIGKILL")
+
+    def quiet_since(self) -> float | None:
+        if self.ready_at is None:
+            return None
+        return max(self.ready_at, self.listener.last_cut())
 
     def describe_exit(self) -> Exit:
         code = self.process.returncode
@@ -215,7 +224,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-async def climb_ladder(process: ChildProcess, times: Ladder, ready_at: float | None) -> None:
+async def climb_ladder(process: ChildProcess, times: Ladder, quiet_since: float | None) -> None:
     """End a process, asking first.
 
     A child reads its stdin only once the model is loaded; before that, SIGTERM is safe and acts at
@@ -223,15 +232,21 @@ async def climb_ladder(process: ChildProcess, times: Ladder, ready_at: float | N
     end it while its stdin is open (b11434, tools/server/server.cpp: main joins the thread that
     reads stdin), and an exit line alone may be lost. Stdin is therefore closed with the first word.
 
+    Args:
+      process: What to end.
+      times: The deadline of each rung.
+      quiet_since: When the child was ready, and no connection of it was cut any more, on Trio's
+        clock; None while the model is loading.
+
     Cancellation: must not happen; the caller shields.
     """
-    if ready_at is None:
+    if quiet_since is None:
         process.terminate()
         process.close_stdin()
         if await _ended(process, times.terminate_loading):
             return
     else:
-        if await _ended(process, ready_at + times.settle - trio.current_time()):
+        if await _ended(process, quiet_since + times.settle - trio.current_time()):
             return
         await process.write_stdin(EXIT_LINE)
         process.close_stdin()

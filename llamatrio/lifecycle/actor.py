@@ -25,6 +25,7 @@ from llamatrio.config import ModelConfig
 from llamatrio.errors import (
     ClosedError,
     LlamatrioError,
+    NotStarted,
     ProviderBroken,
     ProviderClosed,
     StartInterrupted,
@@ -122,6 +123,7 @@ class LifecycleActor:
         self._held_end: Ended | None = None
         self._last_end: Ended | None = None
         self._load_seconds: float | None = None
+        self._told: Status | None = None
         self._watchers: weakref.WeakSet[Inbox[Status]] = weakref.WeakSet()
         self._broken: BaseException | None = None
         self._closed = False
@@ -168,6 +170,9 @@ class LifecycleActor:
         if self._closed:
             raise ProviderClosed("the provider is closed")
         reply = Reply(self._next_id, request, self._waiting_phase, self._on_reply_cancelled)
+        if not self.started:
+            lost = f"; the model was lost: {self.failure}" if self.failure else ""
+            raise NotStarted(f"the provider is not started: call start() first{lost}")
         self._queue.push(reply.id, reply)
         self._next_id += 1
         self.counters.accepted += 1
@@ -521,8 +526,11 @@ class LifecycleActor:
         return "loading" if self.phase is Phase.LOADING else "queued"
 
     def _notify(self, *, progress: bool = False) -> None:
-        for watcher in self._watchers:
-            watcher.put(self.status(), progress=progress)
+        status = self.status()
+        if status != self._told:
+            self._told = status
+            for watcher in self._watchers:
+                watcher.put(status, progress=progress)
 
     def _observe(self, hook: str, *args: object) -> None:
         try:

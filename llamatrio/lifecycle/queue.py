@@ -30,7 +30,7 @@ class RequestQueue(Generic[T]):
           NotStarted: if the queue is closed.
         """
         if not self.is_open:
-            raise NotStarted("the queue is closed: start the provider first")
+            raise NotStarted("the provider is not started: call start() first")
         self._items[id] = item
 
     def pop(self) -> T:

@@ -8,6 +8,7 @@ the one way to cancel.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Final
@@ -35,12 +36,16 @@ class HttpSession(ModelSession):
     Args:
       address: Where it listens.
       key: What it wants to hear.
+
+    Attributes:
+      last_cut: When a connection was last closed within its answer, on Trio's clock.
     """
 
     def __init__(self, address: Address, key: str) -> None:
         self._address = address
         self._key = key
         self._info: Mapping[str, object] = {}
+        self.last_cut = -math.inf
 
     def __repr__(self) -> str:
         return f"<HttpSession {self._address!r}>"
@@ -60,12 +65,18 @@ class HttpSession(ModelSession):
 
         Cancellation: closes the connection, which is what makes the child stop working on it.
         """
+        whole = False
         try:
             with closing(await _connect(self._address)) as connection:
                 await connection.send(request, self._key)
-                return await _answer(connection, request, emit)
+                answer = await _answer(connection, request, emit)
+                whole = True
+                return answer
         except (OSError, trio.BrokenResourceError, h11.RemoteProtocolError) as exc:
             raise StreamBroken(f"the connection to the child broke: {exc}") from exc
+        finally:
+            if not whole:
+                self.last_cut = trio.current_time()
 
 
 class _Connection:

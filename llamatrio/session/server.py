@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -120,13 +121,13 @@ class ServerBackend(Backend):
     async def inspect(self, config: ModelConfig) -> None:
         """Refuse a model that is missing, unreadable or no GGUF file, and a missing program.
 
-        Cancellation: abandons the check; a thread that reads a file is left to end.
+        Cancellation: takes effect between two files.
         """
         find_program(self._kind)
         files = (config.model, config.mmproj, config.draft_model, *(x.path for x in config.lora))
         for path in files:
             if path is not None:
-                await trio.to_thread.run_sync(check_gguf, path, abandon_on_cancel=True)
+                await trio.to_thread.run_sync(check_gguf, path)
 
     @enable_ki_protection
     async def run(self, config: ModelConfig, publish: Publish) -> None:
@@ -242,6 +243,9 @@ class _Translator:
     def on_unexpected(self, data: bytes) -> None:
         self.logs.put(f"W unexpected output on stdout: {data[:200]!r}")
 
+    def last_cut(self) -> float:
+        return self._session.last_cut
+
     def on_exit(self, exit: Exit, fault: ChildError | None) -> None:
         self._backend._pid = None  # noqa: SLF001 - one class in two parts
         self._publish_end(Ended(fault or self._cause(exit), exit))
@@ -303,6 +307,9 @@ def check_gguf(path: str) -> None:
       ModelFileError: if it is missing, unreadable, or no GGUF file.
     """
     try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise ModelFileError(path, "not a regular file")  # opening a FIFO would wait for ever
         with open(path, "rb") as file:
             head = file.read(4)
     except (OSError, ValueError) as exc:  # the latter for a NUL in the path

@@ -50,7 +50,7 @@ class ScriptedBackend(Backend):
 
     Attributes:
       requests: Every request that reached the model, in order.
-      loads: How often it was loaded.
+      loads: How often it was loaded with success.
     """
 
     def __init__(
@@ -192,6 +192,7 @@ def open_scripted_provider(
 
         async def test_greeting(autojump_clock):
             async with open_scripted_provider("Hello, world") as provider:
+                await provider.start()
                 assert await my_program.greet(provider) == "Hello, world"
 
     Args:
