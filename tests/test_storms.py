@@ -216,7 +216,7 @@ async def interrupt_cycle(
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        env={**os.environ, "TMPDIR": tempfile.gettempdir()},
+        env={**os.environ, "TMPDIR": tempfile.gettempdir(), "NO_COLOR": "1"},
     )
     os.close(theirs)
     async with trio.lowlevel.FdStream(ours) as terminal, trio.open_nursery() as nursery:

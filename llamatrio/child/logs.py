@@ -65,6 +65,7 @@ class LogChannel:
         self.tail = Tail(tail)
         self._send, self._receive = trio.open_memory_channel[str](lines)
         self.dropped = 0
+        self._abandoned = False
 
     def put(self, line: str) -> None:
         """Add a line, at the cost of the oldest one if the channel is full."""
@@ -89,7 +90,7 @@ class LogChannel:
     async def forward(self, logger: logging.Logger) -> None:
         """Hand lines to a logger until the channel is closed and empty.
 
-        Cancellation: a handler that is running is left to end in its thread.
+        Cancellation: a handler that is running is left to end in its thread, with its one line.
         """
         limiter = trio.CapacityLimiter(1)
         with self._receive:
@@ -107,19 +108,24 @@ class LogChannel:
     ) -> None:
         try:
             await trio.to_thread.run_sync(
-                _log, logger, records, limiter=limiter, abandon_on_cancel=True
+                self._log, logger, records, limiter=limiter, abandon_on_cancel=True
             )
         except RuntimeError:  # no thread can be started: no reason to lose a model
             self.dropped += len(records)
+        except trio.Cancelled:
+            self._abandoned = True
+            raise
 
-
-def _log(logger: logging.Logger, records: list[tuple[int, str]]) -> None:
-    for severity, line in records:
-        try:
-            logger.log(severity, "%s", line)
-        except Exception:  # noqa: BLE001 - a handler or a filter; logging passes on what these raise
-            if logging.raiseExceptions:
-                traceback.print_exc()
+    def _log(self, logger: logging.Logger, records: list[tuple[int, str]]) -> None:
+        """Run handlers, in a thread."""
+        for severity, line in records:
+            if self._abandoned:
+                return
+            try:
+                logger.log(severity, "%s", line)
+            except Exception:  # noqa: BLE001 - of a handler or a filter; logging passes these on
+                if logging.raiseExceptions:
+                    traceback.print_exc()
 
 
 def level(line: str) -> int:
