@@ -6,6 +6,7 @@ of `llamatrio.child.launch`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Literal, get_args
@@ -19,6 +20,12 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"
 
 ReasoningFormat = Literal["auto", "none", "deepseek", "deepseek-legacy"]
 """Where a reasoning model's thoughts go: llama.cpp's names (`--reasoning-format`)."""
+
+Task = Literal["generation", "embedding", "reranking"]
+"""What a model is loaded for."""
+
+Pooling = Literal["none", "mean", "cls", "last", "rank"]
+"""How the vectors of a text's tokens become one: llama.cpp's names (`--pooling`)."""
 
 
 @attrs.frozen
@@ -48,6 +55,14 @@ def _loras(value: Iterable[Lora | str | PurePath]) -> tuple[Lora, ...]:
     if isinstance(value, str | PurePath):
         raise SpecificationError(f"expected a sequence of LoRA adapters, not {value!r}")
     return tuple(item if isinstance(item, Lora) else Lora(str(item)) for item in value)
+
+
+def _sha256(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", value):
+        raise SpecificationError(f"sha256 is 64 hexadecimal digits, not {value!r}")
+    return value.lower()
 
 
 class Variables(Mapping[str, str]):
@@ -87,7 +102,9 @@ class ModelConfig:
         it was trained with, in each slot, or less where memory does not suffice.
       slots: How many requests run at the same time, each in its own part of the cache.
       batch: Tokens of a prompt that are computed in one step. This is also the grain at which a
-        request can be cancelled while its prompt is read: larger is faster, and stops later.
+        request can be cancelled while its prompt is read: larger is faster, and stops later. A
+        text to embed or to rank must fit in one step, save for a model that reads in one direction
+        and keeps its last token.
       gpu_layers: How many layers go to the GPU; 0 for none.
       devices: The devices to use, by llama.cpp's names (`llama-server --list-devices`);
         `("none",)` for the CPU alone. A hosted child knows no other than `("none",)`.
@@ -100,11 +117,22 @@ class ModelConfig:
       mmproj: The projector file of a multimodal model.
       lora: LoRA adapters, as `Lora` or as paths.
       draft_model: A smaller model of the same vocabulary, for speculative decoding.
+      task: What the model is loaded for: "generation" of text, "embedding" of texts as vectors, or
+        "reranking" of documents by how well they answer a query. The last two want models that were
+        made for them. With several slots they also want a `context`, a power of two for `slots`,
+        and a multiple of it for `batch`.
+      pooling: For task "embedding", how the vectors of a text's tokens become one: by their mean,
+        or by taking that of the first token ("cls") or of the last. "none" keeps them all, which
+        `/embedding` can tell and `embed` cannot. None: as the model says. Task "reranking" means
+        "rank".
       reasoning: Whether a reasoning model thinks: True, False, or None as its template says.
       reasoning_format: Where its thoughts go.
       seed: The seed of requests that name none. None: another one each time.
       sleep_after: Seconds without a request after which the child frees the model's memory and
         waits for the next request to load it again. None: never. Whole seconds.
+      sha256: The SHA-256 of the file `model`, in hexadecimal digits. It is checked before each load
+        and before each wake, and a file of another content is not served. Not for a model in
+        several files.
       args: Further options for the child's command line, for the rest of llama.cpp's options.
         Options that have a field here, or that are ours, are refused. A hosted child takes none.
       env: Further variables for the child's environment, which is otherwise built from a short
@@ -127,26 +155,44 @@ class ModelConfig:
     mmproj: str | None = attrs.field(default=None, kw_only=True, converter=_path)
     lora: tuple[Lora, ...] = attrs.field(default=(), kw_only=True, converter=_loras)
     draft_model: str | None = attrs.field(default=None, kw_only=True, converter=_path)
+    task: Task = attrs.field(default="generation", kw_only=True)
+    pooling: Pooling | None = attrs.field(default=None, kw_only=True)
     reasoning: bool | None = attrs.field(default=None, kw_only=True)
     reasoning_format: ReasoningFormat | None = attrs.field(default=None, kw_only=True)
     seed: int | None = attrs.field(default=None, kw_only=True)
     sleep_after: int | None = attrs.field(default=None, kw_only=True)
+    sha256: str | None = attrs.field(default=None, kw_only=True, converter=_sha256)
     args: tuple[str, ...] = attrs.field(default=(), kw_only=True, converter=_strings)
     env: Mapping[str, str] = attrs.field(factory=dict, kw_only=True, converter=Variables)
 
     def __attrs_post_init__(self) -> None:
         if self.model == "":
             raise SpecificationError("model is empty: name a GGUF file")
+        if self.sha256 is not None and (self.model is None or len(parts(self.model)) > 1):
+            raise SpecificationError("sha256 pins one file, which `model` names")
         for name, least in _LEAST.items():
             _check_number(name, getattr(self, name), least)
         for name, choice in _CHOICES.items():
             _check_choice(name, getattr(self, name), choice)
+        _check_task(self)
         if not all(isinstance(item, str) for item in (*self.args, *self.env, *self.env.values())):
             raise SpecificationError("args and env hold strings only")
         if any("=" in name or not name for name in self.env):
             raise SpecificationError("a name in env is empty or holds an equals sign")
         if any("\0" in text for text in (*self.args, *self.env, *self.env.values())):
             raise SpecificationError("args and env cannot hold a NUL character")
+
+
+def parts(path: str) -> tuple[str, ...]:
+    """Name all files of a model whose first file's name says that there are several.
+
+    llama.cpp's names are `NAME-00001-of-00003.gguf` and so on. A model in one file has none.
+    """
+    found = re.fullmatch(r"(?s)(.*-)00001-of-([0-9]{5})\.gguf", path)
+    if found is None:
+        return ()
+    stem, count = found.groups()
+    return tuple(f"{stem}{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1))
 
 
 _LEAST = {
@@ -160,11 +206,13 @@ _LEAST = {
 }
 
 _CHOICES: Mapping[str, tuple[object, ...]] = {
-    "cache_type_k": get_args(CacheType),
-    "cache_type_v": get_args(CacheType),
-    "reasoning_format": get_args(ReasoningFormat),
-    "flash_attention": (True, False),
-    "reasoning": (True, False),
+    "task": get_args(Task),
+    "pooling": (*get_args(Pooling), None),
+    "cache_type_k": (*get_args(CacheType), None),
+    "cache_type_v": (*get_args(CacheType), None),
+    "reasoning_format": (*get_args(ReasoningFormat), None),
+    "flash_attention": (True, False, None),
+    "reasoning": (True, False, None),
 }
 
 
@@ -178,6 +226,18 @@ def _check_number(name: str, value: object, least: int) -> None:
 
 
 def _check_choice(name: str, value: object, choice: tuple[object, ...]) -> None:
-    if value is not None and value not in choice:
+    if value not in choice:
         names = ", ".join(map(repr, choice))
         raise SpecificationError(f"{name} must be one of {names}, not {value!r}")
+
+
+def _check_task(config: ModelConfig) -> None:
+    task, pooling = config.task, config.pooling
+    if task == "generation" and pooling is not None:
+        raise SpecificationError(f"pooling {pooling!r} is nothing for task 'generation'")
+    if task == "embedding" and pooling == "rank":
+        raise SpecificationError("pooling 'rank' gives scores, not vectors: use task 'reranking'")
+    if task == "reranking" and pooling not in (None, "rank"):
+        raise SpecificationError(f"task 'reranking' pools by 'rank' alone, not by {pooling!r}")
+    if task != "generation" and config.draft_model is not None:
+        raise SpecificationError(f"draft_model is nothing for task {task!r}: it drafts text")

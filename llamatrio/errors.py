@@ -75,6 +75,29 @@ class WrongThread(SpecificationError):
     """A call from outside the Trio thread; use `trio.from_thread.run_sync` to get there."""
 
 
+class WrongProcess(SpecificationError):
+    """A call from a forked copy of the program. The model belongs to the process that opened it."""
+
+
+class VerbInHook(SpecificationError):
+    """A verb called inside a hook of the actor, which would wait for itself.
+
+    Wake a task of yours instead, and let that call the verb.
+    """
+
+
+class NotOwned(SpecificationError):
+    """A verb for the owner of a model, called on a provider that is attached to somebody else's."""
+
+
+class NotReachable(SpecificationError):
+    """Nothing that can be attached to answers at the URL that was given."""
+
+
+class KeyRefused(SpecificationError):
+    """The server that was to be attached to wants a key, or another one than it was told."""
+
+
 # -- the child ---------------------------------------------------------------------------------
 
 
@@ -112,6 +135,17 @@ class ChildDied(ChildError):
     """The child ended by itself after the model had been ready."""
 
 
+class WakeFailed(ChildError):
+    """The child ended while it loaded the model again, after sleep."""
+
+
+class ModelChanged(ChildError):
+    """The model's file is no longer the one that was loaded; what is there now is not served.
+
+    `start` takes the new file, if it is meant to be used.
+    """
+
+
 class NoHandshake(ChildError):
     """The child wrote no lifecycle record in time; it was ended."""
 
@@ -126,6 +160,10 @@ class Unkillable(ChildError):
 
 class StreamBroken(ChildError):
     """The connection ended before the answer had its terminal mark."""
+
+
+class ServerGone(ChildError):
+    """An attached server cannot be reached any more; the request was not sent."""
 
 
 class BadAnswer(ChildError):
@@ -183,6 +221,31 @@ class LimitError(LlamatrioError):
     """Something took longer, or grew larger, than its stated limit."""
 
 
+class QueueFull(LimitError):
+    """As many requests wait as may; this one was not accepted.
+
+    Args:
+      length: How many wait.
+      limit: How many may; see `Policy.max_pending`.
+    """
+
+    def __init__(self, length: int, limit: int) -> None:
+        super().__init__(length, limit)
+        self.length = length
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return f"{self.length} requests are waiting, and no more than {self.limit} may"
+
+
+class LoadStalled(LimitError, ChildError):
+    """A load showed no sign of life: no progress, no line of log, no CPU time. It was ended."""
+
+
+class ChildSilent(LimitError, ChildError):
+    """The child answered no more, and showed no other sign of life. It was ended."""
+
+
 class AnswerTooLarge(LimitError, ChildError):
     """One event or one whole answer of the child is larger than we are willing to hold."""
 
@@ -225,8 +288,9 @@ class RequestCancelled(LlamatrioError):
         self.text = text
 
     def __str__(self) -> str:
-        made = f"after {self.outcome.tokens} tokens"
-        return f"the request was cancelled by {self.outcome.by} ({self.outcome.phase}, {made})"
+        limit = f" of its {self.outcome.limit} limit" if self.outcome.limit else ""
+        where = f"{self.outcome.phase}, after {self.outcome.tokens} tokens"
+        return f"the request was cancelled by {self.outcome.by}{limit} ({where})"
 
 
 class RequestFailed(LlamatrioError):

@@ -11,8 +11,12 @@ from typing import Literal, TypeAlias
 
 import attrs
 
-By: TypeAlias = Literal["caller", "stop", "shutdown"]
-"""Who cancelled: the caller of the request, a `stop`, or the end of the provider's block."""
+By: TypeAlias = Literal["caller", "stop", "shutdown", "deadline", "superseded"]
+"""Who cancelled: the caller of the request, a `stop`, the end of the provider's block, one of its
+own limits, or a newer request with the same key."""
+
+Limit: TypeAlias = Literal["queue", "first_token", "silence", "total"]
+"""Which of the limits of `llamatrio.requests.Limits` was reached."""
 
 Phase: TypeAlias = Literal["queued", "loading", "prompt", "generating"]
 """Where a request stood: waiting for a slot, waiting for the model, having its prompt read, or
@@ -47,12 +51,14 @@ class Finished:
       usage: What it cost.
       timings: llama.cpp's own measurements, in milliseconds where the name ends in `_ms`.
       body: The whole answer of a call that does not stream; None otherwise.
+      resumed: How often its model died and it was taken up again by the next.
     """
 
     reason: Reason
     usage: Usage = Usage()
     timings: Mapping[str, float] = attrs.field(factory=dict)
     body: object = attrs.field(default=None, repr=False)
+    resumed: int = attrs.field(default=0, kw_only=True)
 
     @property
     def tokens(self) -> int:
@@ -69,11 +75,15 @@ class Cancelled:
       phase: Where it stood.
       tokens: Pieces of the answer that had arrived; llama.cpp sends one for each token, save
         that a character of several tokens comes as one.
+      limit: Which limit was reached, if it was given up by "deadline"; None otherwise.
+      resumed: How often its model died and it was taken up again by the next.
     """
 
     by: By
     phase: Phase
     tokens: int = 0
+    limit: Limit | None = attrs.field(default=None, kw_only=True)
+    resumed: int = attrs.field(default=0, kw_only=True)
 
 
 @attrs.frozen
@@ -84,11 +94,13 @@ class Failed:
       error: What broke.
       phase: Where the request stood.
       tokens: Pieces of the answer that had arrived.
+      resumed: How often its model died and it was taken up again by the next.
     """
 
     error: Exception
     phase: Phase
     tokens: int = 0
+    resumed: int = attrs.field(default=0, kw_only=True)
 
 
 Outcome: TypeAlias = Finished | Cancelled | Failed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
 import attrs
@@ -39,6 +39,9 @@ STREAMED: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The endpoints that answer in pieces, each with the fields that bound its answer there
 (llama.cpp b11434, tools/server/server.cpp, server-schema.cpp and server-chat.cpp)."""
+
+# Each event then says how many tokens there are: a character may be made of several.
+_COUNTED: Final[Mapping[str, object]] = {"timings_per_token": True}
 
 _BOUNDS: Final = (*_NATIVE, "max_output_tokens")
 
@@ -71,6 +74,39 @@ def _copied(
     raise SpecificationError(f"a body is a JSON object or an array, not {body!r}")
 
 
+@attrs.frozen(kw_only=True)
+class Limits:
+    """How long a request may take, in seconds. None for as long as it takes.
+
+    A request that reaches one is cancelled: `Cancelled(by="deadline", limit=...)` names it.
+
+    Attributes:
+      queue: Waiting for a slot, the load of the model included.
+      first_token: From its slot to the first piece of its answer.
+      silence: From one piece to the next. A model that shows no sign of life at all is ended and
+        loaded anew in any case; see `Policy.silence`.
+      total: From `submit` to its end.
+    """
+
+    queue: float | None = None
+    first_token: float | None = None
+    silence: float | None = None
+    total: float | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("queue", "first_token", "silence", "total"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and value > 0):
+                raise SpecificationError(f"{name} is a number of seconds, not {value!r}")
+
+
+NO_LIMITS: Final = Limits()
+
+OnCrash: TypeAlias = Literal["fail", "resume"]
+"""What becomes of a running request when its model dies."""
+
+
 @attrs.frozen
 class Request:
     """One call of the model's server.
@@ -84,6 +120,14 @@ class Request:
       body: The JSON object to send; a few endpoints, such as "/lora-adapters", want an array. GET
         sends none.
       method: "POST", or "GET" for the endpoints that only tell.
+      limits: How long it may take.
+      priority: Requests of a higher one get a slot first; among equals the older one.
+      supersede: Any hashable key. A request cancels the one before it that has the same key and
+        has not come to its end: the newest wins.
+      on_crash: With "resume" a request that runs when its model dies is taken up again by the next
+        one, where its answer broke off. What follows need not be what the dead model would have
+        said. Plain completions and chats alone can be taken up: not what follows a grammar, a
+        schema or tools.
 
     Raises:
       SpecificationError: for a path that is none, a body that is not JSON, or a field that cannot
@@ -95,6 +139,10 @@ class Request:
         factory=dict, repr=False, converter=_copied
     )
     method: Literal["GET", "POST"] = "POST"
+    limits: Limits = attrs.field(default=NO_LIMITS, kw_only=True, repr=False)
+    priority: int = attrs.field(default=0, kw_only=True, repr=False)
+    supersede: Hashable = attrs.field(default=None, kw_only=True, repr=False)
+    on_crash: OnCrash = attrs.field(default="fail", kw_only=True, repr=False)
     encoded: bytes = attrs.field(init=False, repr=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
@@ -102,6 +150,7 @@ class Request:
             raise SpecificationError(f"not an endpoint's path: {self.path!r}")
         if self.method not in ("GET", "POST"):
             raise SpecificationError(f"method must be GET or POST, not {self.method!r}")
+        _check_options(self)
         object.__setattr__(self, "encoded", self._encode())
 
     @property
@@ -118,10 +167,60 @@ class Request:
                 raise SpecificationError(f"the body of {self.path} is a JSON object")
             _refuse(body)
             body = {**body, **_bound(self.path, body), **_ALWAYS}
-        try:
-            return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
-        except (TypeError, ValueError, RecursionError) as exc:
-            raise SpecificationError(f"the body of {self.path} is not JSON: {exc}") from exc
+            if self.on_crash == "resume":
+                body |= _COUNTED
+        return _dumped(self.path, body)
+
+    def encode_for(self, model: str | None, *, openai: bool) -> bytes:
+        """Encode it for a server that somebody else owns.
+
+        Args:
+          model: What to name as the model where the body names none; None for nothing.
+          openai: Whether to send nothing of ours that only llama-server knows.
+        """
+        body = self.body
+        if self.method == "GET" or not isinstance(body, Mapping) or not (model or openai):
+            return self.encoded
+        if model is not None and "model" not in body:
+            body = {"model": model, **body}
+        if self.streamed:
+            ours = {**_bound(self.path, body), **_ALWAYS}
+            body = {**body, **(_plain(self.path, body) if openai else ours)}
+        return _dumped(self.path, body)
+
+
+def _dumped(path: str, body: Mapping[str, object] | Sequence[object]) -> bytes:
+    try:
+        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise SpecificationError(f"the body of {path} is not JSON: {exc}") from exc
+
+
+def _plain(path: str, body: Mapping[str, object]) -> Mapping[str, object]:
+    """Ask for a bounded stream in words that OpenAI knows; it refuses those that it does not."""
+    names = STREAMED[path]
+    older = names is _NATIVE  # the others tell the usage unasked
+    fields: dict[str, object] = {"stream": True}
+    if older:
+        fields["stream_options"] = {"include_usage": True}
+    if not any(name in body for name in names):
+        fields["max_tokens" if older else names[0]] = MAX_TOKENS
+    return fields
+
+
+def _check_options(request: Request) -> None:
+    if not isinstance(request.limits, Limits):
+        raise SpecificationError(f"limits is a Limits, not {request.limits!r}")
+    if not isinstance(request.priority, int) or isinstance(request.priority, bool):
+        raise SpecificationError(f"priority is a whole number, not {request.priority!r}")
+    try:
+        hash(request.supersede)
+    except TypeError as exc:
+        raise SpecificationError(f"supersede is a hashable key: {exc}") from exc
+    if request.on_crash not in ("fail", "resume"):
+        raise SpecificationError(f'on_crash is "fail" or "resume", not {request.on_crash!r}')
+    if request.on_crash == "resume":
+        _check_resumable(request)
 
 
 def _refuse(body: Mapping[str, object]) -> None:
@@ -158,6 +257,10 @@ def completion_request(
     stop: str | Iterable[str] | None = None,
     grammar: str | None = None,
     json_schema: Mapping[str, object] | None = None,
+    limits: Limits = NO_LIMITS,
+    priority: int = 0,
+    supersede: Hashable = None,
+    on_crash: OnCrash = "fail",
     **fields: object,
 ) -> Request:
     """Ask the model to go on from a prompt, exactly as it stands.
@@ -173,6 +276,10 @@ def completion_request(
       stop: Texts that end the answer; they are not part of it.
       grammar: A GBNF grammar that the answer must follow.
       json_schema: A schema that the answer must follow. Not together with `grammar`.
+      limits: How long it may take; see `Limits`.
+      priority: Who gets a slot first; see `Request`.
+      supersede: A key: the newest request with it wins; see `Request`.
+      on_crash: "resume" takes it up again after a crash; see `Request`.
       fields: Any other field of llama-server's `/completion`.
 
     Raises:
@@ -181,7 +288,14 @@ def completion_request(
     body = {"prompt": prompt if isinstance(prompt, str) else list(prompt), **fields}
     body |= _sampling(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
     body |= _shape(grammar, json_schema)
-    return Request("/completion", body)
+    return Request(
+        "/completion",
+        body,
+        limits=limits,
+        priority=priority,
+        supersede=supersede,
+        on_crash=on_crash,
+    )
 
 
 def chat_request(
@@ -198,6 +312,10 @@ def chat_request(
     stop: str | Iterable[str] | None = None,
     grammar: str | None = None,
     json_schema: Mapping[str, object] | None = None,
+    limits: Limits = NO_LIMITS,
+    priority: int = 0,
+    supersede: Hashable = None,
+    on_crash: OnCrash = "fail",
     **fields: object,
 ) -> Request:
     """Ask the model to answer in a conversation, through its chat template.
@@ -215,6 +333,10 @@ def chat_request(
       stop: Texts that end the answer; they are not part of it.
       grammar: A GBNF grammar that the answer must follow.
       json_schema: A schema that the answer must follow. Not together with `grammar`.
+      limits: How long it may take; see `Limits`.
+      priority: Who gets a slot first; see `Request`.
+      supersede: A key: the newest request with it wins; see `Request`.
+      on_crash: "resume" takes it up again after a crash; see `Request`.
       fields: Any other field of llama-server's `/v1/chat/completions`.
 
     Raises:
@@ -230,7 +352,14 @@ def chat_request(
     body |= _shape(grammar, json_schema)
     if tools is not None:
         body["tools"] = [dict(tool) for tool in tools]
-    return Request("/v1/chat/completions", body)
+    return Request(
+        "/v1/chat/completions",
+        body,
+        limits=limits,
+        priority=priority,
+        supersede=supersede,
+        on_crash=on_crash,
+    )
 
 
 def _message(message: object) -> Message:
@@ -271,6 +400,76 @@ def _shape(grammar: str | None, json_schema: Mapping[str, object] | None) -> dic
     return {} if json_schema is None else {"json_schema": dict(json_schema)}
 
 
+# -- taking one up again -----------------------------------------------------------------------
+
+_COMPLETIONS: Final = ("/completion", "/completions", "/v1/completions")
+_CHATS: Final = ("/chat/completions", "/v1/chat/completions")
+_SHAPED: Final = ("grammar", "json_schema", "response_format", "tools")
+
+
+def _check_resumable(request: Request) -> None:
+    if request.method != "POST" or request.path not in (*_COMPLETIONS, *_CHATS):
+        raise SpecificationError(f"an answer of {request.path} cannot be taken up again")
+    body = request.body if isinstance(request.body, Mapping) else {}
+    for name in _SHAPED:
+        if body.get(name):
+            raise SpecificationError(f"an answer with {name} cannot be taken up again")
+    kinds = (list, tuple) if request.path in _CHATS else (str, list, tuple)
+    name = "messages" if request.path in _CHATS else "prompt"
+    if not isinstance(body.get(name), kinds):
+        wanted = "a list" if request.path in _CHATS else "a text or a list"
+        raise SpecificationError(f"there is nothing to go on from: {name} must be {wanted}")
+    match body.get("messages"):
+        case [*_, {"role": "assistant"}]:
+            raise SpecificationError("an answer that was begun for it cannot be taken up again")
+        case _:
+            pass
+
+
+def take_up(request: Request, text: str, tokens: int) -> Request | None:
+    """Ask a new model to go on where an answer broke off.
+
+    The text goes back, and not its tokens: a character of several tokens, and what may yet become
+    a stop string, are held back by the server, so that tokens would leave gaps.
+
+    Args:
+      request: What had been asked; it says `on_crash="resume"`.
+      text: The answer so far.
+      tokens: How many tokens of it there are.
+
+    Returns:
+      What to ask now; None if the answer had reached its bound.
+    """
+    assert isinstance(request.body, Mapping)
+    bounds = STREAMED[request.path]
+    name = next((name for name in bounds if name in request.body), bounds[0])
+    bound = request.body.get(name, MAX_TOKENS)
+    assert isinstance(bound, int)
+    if tokens >= bound:
+        return None
+    begun = _with_prompt if request.path in _COMPLETIONS else _with_message
+    body = {**begun(request.body, text), name: bound - tokens, **_COUNTED}
+    return attrs.evolve(request, body=body, on_crash="fail")
+
+
+def _with_prompt(body: Mapping[str, object], text: str) -> dict[str, object]:
+    prompt = body.get("prompt", "")
+    if isinstance(prompt, list | tuple):
+        return {**body, "prompt": [*prompt, text] if text else list(prompt)}
+    return {**body, "prompt": f"{prompt}{text}"}
+
+
+def _with_message(body: Mapping[str, object], text: str) -> dict[str, object]:
+    if not text:
+        return dict(body)
+    messages = body.get("messages")
+    assert isinstance(messages, list | tuple)
+    begun = {"role": "assistant", "content": text}
+    # Without this pair b11434 says the beginning once more; later builds do not.
+    go_on = {"continue_final_message": True, "add_generation_prompt": False}
+    return {**body, "messages": [*messages, begun], **go_on}
+
+
 # -- the answer --------------------------------------------------------------------------------
 
 
@@ -297,6 +496,15 @@ class Delta:
         """The event as it arrived, parsed anew at each call."""
         return json.loads(self.data)
 
+    @property
+    def generated(self) -> int | None:
+        """How many tokens the model had made by then, if the event says so."""
+        match self.raw:
+            case {"timings": {"predicted_n": int(number)}}:
+                return number
+            case _:
+                return None
+
 
 @attrs.frozen
 class PromptProgress:
@@ -313,3 +521,8 @@ class PromptProgress:
     cached: int
     processed: int
     seconds: float
+
+
+@attrs.frozen
+class Admitted:
+    """The model's server has begun with the request. Not every session says so."""

@@ -10,14 +10,17 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from llamatrio import (
+    NO_RESTARTS,
     ChildDied,
     ChildError,
+    Exit,
     LifecycleActor,
     LoadFailed,
     LocalProvider,
     ModelConfig,
     NotStarted,
     Phase,
+    Policy,
     ProviderClosed,
     Reply,
     Request,
@@ -111,7 +114,7 @@ async def test_each_start_that_waits_for_a_failing_load_gets_an_error_of_its_own
     autojump_clock: MockClock, nursery: trio.Nursery
 ) -> None:
     backend = ScriptedBackend()
-    error = LoadFailed("no memory", stderr_tail="E no memory")
+    error = LoadFailed("no memory", Exit(1, 1), "E no memory")
     backend.fail_next_load(error)
     caught: list[LoadFailed] = []
     async with open_scripted_provider(backend) as provider:
@@ -276,11 +279,51 @@ async def test_a_model_that_cannot_be_unloaded_keeps_its_configuration(
             await provider.unload_model()
 
 
-async def test_a_crash_fails_what_runs_and_what_waits_with_its_cause(
+async def test_a_crash_fails_what_runs_and_another_model_serves_what_waits(
     autojump_clock: MockClock,
 ) -> None:
     backend = ScriptedBackend()
     async with open_scripted_provider(backend) as provider:
+        await provider.start()
+        running, waiting = provider.submit(HELLO), provider.submit(HELLO)
+        async for _ in running:
+            break
+        error = ChildDied("segmentation fault")
+        backend.crash(error)
+        assert await running.wait() == Failed(error, "generating", 1)
+        assert waiting.outcome is None
+        late = provider.submit(HELLO)
+        assert (await waiting.result()).text
+        assert (await late.result()).text
+        assert provider.phase is Phase.STARTED
+        assert provider.failure is None
+        counters = provider.diagnostics().counters
+        assert (counters.crashes, counters.restarts, counters.loads) == (1, 1, 2)
+        assert (counters.failed, counters.finished) == (1, 2)
+
+
+async def test_a_start_that_waits_is_answered_by_the_load_that_follows_a_failed_one(
+    autojump_clock: MockClock, nursery: trio.Nursery
+) -> None:
+    backend = ScriptedBackend()
+    backend.fail_next_load(LoadFailed("killed", Exit(1, -9, "SIGKILL")))
+    async with open_scripted_provider(backend) as provider:
+        caller = Caller(nursery)
+        await caller.call("start", provider.start)
+        waiting = provider.submit(HELLO)
+        await provider.start()
+        await wait_all_tasks_blocked()
+        assert caller.record == ["start: done"]
+        assert (await waiting.result()).text
+        counters = provider.diagnostics().counters
+        assert (counters.failed_loads, counters.restarts, counters.loads) == (1, 1, 1)
+
+
+async def test_a_crash_that_nothing_follows_fails_what_runs_and_what_waits_with_its_cause(
+    autojump_clock: MockClock,
+) -> None:
+    backend = ScriptedBackend()
+    async with open_scripted_provider(backend, policy=NO_RESTARTS) as provider:
         await provider.start()
         running, waiting = provider.submit(HELLO), provider.submit(HELLO)
         async for _ in running:
@@ -592,7 +635,8 @@ class Dying(Backend):
 async def test_the_death_of_a_model_ends_requests_whose_session_does_not_notice(
     autojump_clock: MockClock,
 ) -> None:
-    async with open_provider(ModelConfig("any.gguf"), backend=Dying()) as provider:
+    config = ModelConfig("any.gguf")
+    async with open_provider(config, backend=Dying(), policy=NO_RESTARTS) as provider:
         await provider.start()
         reply = provider.submit(HELLO)
         began = trio.current_time()
@@ -604,8 +648,12 @@ async def test_the_death_of_a_model_ends_requests_whose_session_does_not_notice(
         assert provider.phase is Phase.UNLOADED
 
 
-async def test_a_start_beside_a_dead_model_waits_for_a_new_one(autojump_clock: MockClock) -> None:
-    async with open_provider(ModelConfig("any.gguf"), backend=Dying()) as provider:
+@pytest.mark.parametrize("policy", [Policy(), NO_RESTARTS], ids=["restarts", "no restarts"])
+async def test_a_start_beside_a_dead_model_waits_for_a_new_one(
+    autojump_clock: MockClock, policy: Policy
+) -> None:
+    config = ModelConfig("any.gguf")
+    async with open_provider(config, backend=Dying(), policy=policy) as provider:
         await provider.start()
         provider.submit(HELLO)
         await trio.sleep(2.5)  # dead, and not yet noticed by the request
@@ -626,7 +674,7 @@ async def test_an_error_that_cannot_be_copied_still_answers_every_start(
 ) -> None:
     backend = ScriptedBackend()
     backend.fail_next_load(Odd("odd", detail="very"))
-    async with open_scripted_provider(backend) as provider:
+    async with open_scripted_provider(backend, policy=NO_RESTARTS) as provider:
         caller = Caller(nursery)
         await caller.call("one", provider.start)
         await caller.call("two", provider.start)

@@ -4,12 +4,12 @@ import copy
 import math
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 import pytest
 
-from llamatrio.config import Lora, ModelConfig
+from llamatrio.config import Lora, ModelConfig, Pooling, Task
 from llamatrio.errors import SpecificationError
 
 
@@ -20,7 +20,7 @@ def configure(**fields: Any) -> ModelConfig:  # noqa: ANN401 - fields of every t
 def test_a_bare_model_leaves_the_rest_to_llama_cpp_but_for_slots_and_batch() -> None:
     config = ModelConfig("m.gguf")
     given = {name: value for name, value in attrs.asdict(config, recurse=False).items() if value}
-    assert given == {"model": "m.gguf", "slots": 1, "batch": 512}
+    assert given == {"model": "m.gguf", "slots": 1, "batch": 512, "task": "generation"}
 
 
 def test_only_the_model_is_positional() -> None:
@@ -97,6 +97,8 @@ def test_a_number_may_be_left_out_unless_the_library_needs_it(field: str) -> Non
         ("cache_type_k", "q8_0", "q9_0"),
         ("cache_type_v", "iq4_nl", "F16"),
         ("reasoning_format", "deepseek-legacy", "deepseek_legacy"),
+        ("task", "embedding", "embeddings"),
+        ("task", "reranking", None),
         ("flash_attention", False, "auto"),
         ("reasoning", True, "on"),
     ],
@@ -105,6 +107,36 @@ def test_a_word_that_is_no_choice_is_refused_by_name(field: str, good: object, b
     assert getattr(configure(**{field: good}), field) == good
     with pytest.raises(SpecificationError, match=f"^{field} must be one of .* not {bad!r}"):
         configure(**{field: bad})
+
+
+def test_a_pooling_that_is_no_choice_is_refused_by_name() -> None:
+    with pytest.raises(SpecificationError, match=r"^pooling must be one of .* not 'max'"):
+        configure(task="embedding", pooling="max")
+
+
+@pytest.mark.parametrize(
+    ("task", "poolings"),
+    [
+        ("generation", (None,)),
+        ("embedding", (None, "none", "mean", "cls", "last")),
+        ("reranking", (None, "rank")),
+    ],
+)
+def test_a_pooling_that_the_task_has_no_use_for_is_refused(
+    task: Task, poolings: tuple[Pooling | None, ...]
+) -> None:
+    for pooling in (None, *get_args(Pooling)):
+        if pooling in poolings:
+            assert configure(task=task, pooling=pooling).pooling == pooling
+        else:
+            with pytest.raises(SpecificationError, match=f"pooling '{pooling}'|not by '{pooling}'"):
+                configure(task=task, pooling=pooling)
+
+
+@pytest.mark.parametrize("task", ["embedding", "reranking"])
+def test_a_draft_of_text_is_refused_where_no_text_is_made(task: Task) -> None:
+    with pytest.raises(SpecificationError, match=f"draft_model is nothing for task '{task}'"):
+        configure(task=task, draft_model="d.gguf")
 
 
 @pytest.mark.parametrize(

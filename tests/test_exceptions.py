@@ -17,6 +17,7 @@ import trio
 import trio.testing
 
 from llamatrio import (
+    NO_RESTARTS,
     Backend,
     ChildDied,
     LifecycleActor,
@@ -24,6 +25,7 @@ from llamatrio import (
     ModelConfig,
     ModelFileError,
     Phase,
+    Policy,
     ProviderBroken,
     ProviderClosed,
     Reply,
@@ -35,6 +37,7 @@ from llamatrio import (
     outcomes,
 )
 from llamatrio.child.launch import Kind
+from llamatrio.lifecycle.desk import Desk
 from llamatrio.session.base import Publish
 from llamatrio.testing.parrot import Parrot
 
@@ -51,10 +54,10 @@ class Books:
         self.actor: LifecycleActor
 
     def open(
-        self, actor: type[LifecycleActor] = LifecycleActor
+        self, actor: type[LifecycleActor] = LifecycleActor, policy: Policy | None = None
     ) -> AbstractAsyncContextManager[LocalProvider, bool | None]:
         self._make = actor
-        return open_provider(self._config, backend=self._kind, actor=self._keep)
+        return open_provider(self._config, backend=self._kind, policy=policy, actor=self._keep)
 
     def _keep(self, config: ModelConfig, backend: Backend) -> LifecycleActor:
         self.actor = self._make(config, backend)
@@ -294,6 +297,16 @@ async def test_a_failed_load_raises_its_error_bare(kind: Kind) -> None:
 # -- the child dies ----------------------------------------------------------------------------
 
 
+def assert_killed(error: RequestFailed, reply: Reply) -> None:
+    """Check that reading a reply raised this, because its child was killed."""
+    assert error.outcome is reply.outcome
+    assert isinstance(error.outcome, outcomes.Failed)
+    assert error.__cause__ is error.outcome.error
+    assert isinstance(error.__cause__, ChildDied)
+    assert error.__cause__.exit is not None
+    assert error.__cause__.exit.signal == "SIGKILL"
+
+
 async def test_reading_the_reply_of_a_killed_child_raises_out_of_the_block_bare(
     books: Books,
 ) -> None:
@@ -306,13 +319,27 @@ async def test_reading_the_reply_of_a_killed_child_raises_out_of_the_block_bare(
             replies += [provider.submit(LONG) for _ in range(2)]
             await first_text(replies[0])
             os.kill(pid, signal.SIGKILL)
+            await replies[0].result()
+    assert_killed(caught.value, replies[0])
+    assert isinstance(replies[1].outcome, outcomes.Cancelled)
+    assert replies[1].outcome.by == "shutdown"
+    books.assert_balanced(2)
+
+
+async def test_what_waits_for_a_child_that_is_killed_for_good_raises_out_of_the_block_bare(
+    books: Books,
+) -> None:
+    replies: list[Reply] = []
+    with trio.fail_after(60), pytest.raises(RequestFailed) as caught:
+        async with books.open(policy=NO_RESTARTS) as provider:
+            await provider.start()
+            pid = provider.diagnostics().pid
+            assert pid is not None
+            replies += [provider.submit(LONG) for _ in range(2)]
+            await first_text(replies[0])
+            os.kill(pid, signal.SIGKILL)
             await replies[1].result()
-    assert caught.value.outcome is replies[1].outcome
-    assert isinstance(caught.value.outcome, outcomes.Failed)
-    assert caught.value.__cause__ is caught.value.outcome.error
-    assert isinstance(caught.value.__cause__, ChildDied)
-    assert caught.value.__cause__.exit is not None
-    assert caught.value.__cause__.exit.signal == "SIGKILL"
+    assert_killed(caught.value, replies[1])
     assert isinstance(replies[0].outcome, outcomes.Failed)
     books.assert_balanced(2)
 
@@ -335,9 +362,23 @@ async def test_an_exception_of_the_body_comes_out_bare_while_the_child_is_dead(
     books.assert_balanced(1)
 
 
-async def test_a_dead_child_alone_raises_nothing(books: Books) -> None:
+async def test_a_dead_child_that_is_loaded_again_raises_nothing(books: Books) -> None:
     with trio.fail_after(60):
         async with books.open() as provider:
+            await provider.start()
+            pid = provider.diagnostics().pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await reach(provider, Phase.LOADING)
+            assert isinstance(provider.failure, ChildDied)
+            await reach(provider, Phase.STARTED)
+            assert provider.failure is None
+    books.assert_balanced(0)
+
+
+async def test_a_dead_child_alone_raises_nothing(books: Books) -> None:
+    with trio.fail_after(60):
+        async with books.open(policy=NO_RESTARTS) as provider:
             await provider.start()
             pid = provider.diagnostics().pid
             assert pid is not None
@@ -445,8 +486,8 @@ class Breaking(LifecycleActor):
 
     def _dispatch(self) -> None:
         if self.armed:
-            if self._queue:
-                self._queue.pop()
+            if self._desk.queue:
+                self._desk.take(self._desk.queue.first)
             raise self.reason
         super()._dispatch()
 
@@ -552,8 +593,22 @@ class BreakingAtItems(LifecycleActor):
         raise ZeroDivisionError
 
 
+class BreakingDesk(Desk):
+    def settle(self, reply: Reply, outcome: outcomes.Outcome) -> None:
+        raise ZeroDivisionError
+
+
 class BreakingAtOutcomes(LifecycleActor):
-    def _settle(self, reply: Reply, outcome: outcomes.Outcome) -> None:
+    def __init__(self, config: ModelConfig, backend: Backend) -> None:
+        super().__init__(config, backend)
+        self._desk = BreakingDesk(
+            self._waiting_phase, self._cancel_running, self._on_settled, self._ring
+        )
+
+
+class BreakingAfterOutcomes(LifecycleActor):
+    def _on_settled(self, reply: Reply, outcome: outcomes.Outcome) -> None:
+        super()._on_settled(reply, outcome)
         raise ZeroDivisionError
 
 
@@ -562,7 +617,9 @@ class BreakingAtTheEnd(LifecycleActor):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("actor", [BreakingAtItems, BreakingAtOutcomes, BreakingAtTheEnd])
+@pytest.mark.parametrize(
+    "actor", [BreakingAtItems, BreakingAtOutcomes, BreakingAfterOutcomes, BreakingAtTheEnd]
+)
 async def test_a_defect_anywhere_in_the_actor_raises_bare(
     books: Books, actor: type[LifecycleActor]
 ) -> None:

@@ -80,6 +80,8 @@ FIELDS = {
     "mmproj": "-mm --mmproj --no-mmproj",
     "lora": "--lora --lora-scaled",
     "draft_model": "-md --model-draft --spec-draft-model",
+    "task": "--embedding --embeddings --rerank --reranking",
+    "pooling": "--pooling",
     "reasoning": "-rea --reasoning",
     "reasoning_format": "--reasoning-format",
     "seed": "-s --seed",
@@ -140,7 +142,7 @@ def test_a_variable_that_is_ours_is_refused_by_name(kind: Kind) -> None:
         ("--rope-scaling", "yarn"),
         ("--no-mmap",),
         ("--metrics",),
-        ("--embeddings", "--pooling", "mean"),
+        ("--embd-normalize", "-1"),
         ("--spec-default",),
         ("--hf-file", "x.gguf"),
         ("--temp", "-1"),
@@ -254,6 +256,25 @@ def test_a_batch_that_cannot_hold_a_step_of_every_slot_is_refused(
             check(kind, configure(batch=least - 1, **fields))
 
 
+@pytest.mark.parametrize("task", ["embedding", "reranking"])
+def test_what_pools_texts_of_several_slots_wants_equal_shares_and_a_cache_for_all(
+    task: str,
+) -> None:
+    for kind in KINDS:
+        check(kind, configure(task=task, batch=511))
+        for slots in (2, 8):
+            check(kind, configure(task=task, slots=slots, context=256))
+        with pytest.raises(
+            SpecificationError, match=r"slots must be a power of two for task .* 3$"
+        ):
+            check(kind, configure(task=task, slots=3, batch=513, context=256))
+        with pytest.raises(SpecificationError, match="batch must be a multiple of slots"):
+            check(kind, configure(task=task, slots=4, batch=510, context=256))
+        with pytest.raises(SpecificationError, match="several slots want a context"):
+            check(kind, configure(task=task, slots=4))
+        check(kind, configure(slots=3, batch=511))
+
+
 @pytest.mark.parametrize("template", ["llama3", "", "mistral-v7", "no template"])
 def test_the_name_of_a_template_that_llama_cpp_would_send_as_it_stands_is_refused(
     template: str,
@@ -282,9 +303,12 @@ NONE = {"enum": "llama_split_mode.LLAMA_SPLIT_MODE_NONE"}
 LEGACY = {"enum": "common_reasoning_format.COMMON_REASONING_FORMAT_DEEPSEEK_LEGACY"}
 THINK = {"preserve_reasoning": "true"}  # what llama-server sets by itself
 DRAFT = {"enum": "common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE"}
+MEAN = {"enum": "llama_pooling_type.LLAMA_POOLING_TYPE_MEAN"}
+RANK = {"enum": "llama_pooling_type.LLAMA_POOLING_TYPE_RANK"}
+EMBEDS: dict[str, object] = {"embedding": True, "kv_unified": True}
 
 # What a field adds to, or changes in, the options and the settings of a bare model.
-DIALECTS: list[tuple[dict[str, Any], dict[str, str], dict[str, object]]] = [
+DIALECTS: list[tuple[dict[str, Any], dict[str, str | None], dict[str, object]]] = [
     ({"context": 1000}, {"--ctx-size": "1000"}, {"n_ctx": 1000}),
     ({"context": 1000, "slots": 3}, {"--ctx-size": "3000", "--parallel": "3"},
      {"n_ctx": 3000, "n_parallel": 3}),
@@ -308,6 +332,22 @@ DIALECTS: list[tuple[dict[str, Any], dict[str, str], dict[str, object]]] = [
      {"lora_adapters": [["a,b.gguf", 1.0]]}),
     ({"draft_model": "d.gguf"}, {"--spec-draft-model": "d.gguf", "--spec-type": "draft-simple"},
      {"speculative.draft.mparams.path": "d.gguf", "speculative.types": [DRAFT]}),
+    ({"task": "embedding"}, {"--kv-unified": None, "--embedding": None}, EMBEDS),
+    ({"task": "embedding", "pooling": "mean"},
+     {"--kv-unified": None, "--embedding": None, "--pooling": "mean"},
+     EMBEDS | {"pooling_type": MEAN}),
+    ({"task": "embedding", "batch": 2048},
+     {"--kv-unified": None, "--embedding": None, "--batch-size": "2048", "--ubatch-size": "2048"},
+     EMBEDS | {"n_batch": 2048, "n_ubatch": 2048}),
+    ({"task": "embedding", "context": 1000, "slots": 4},
+     {"--kv-unified": None, "--embedding": None, "--parallel": "4", "--ctx-size": "4096",
+      "--kv-unified-per-slot": "1024"},
+     EMBEDS | {"n_parallel": 4, "n_ctx": 4096, "kv_unified_per_slot": 1024}),
+    ({"task": "reranking"}, {"--kv-unified": None, "--reranking": None},
+     EMBEDS | {"pooling_type": RANK}),
+    ({"task": "reranking", "pooling": "rank"},
+     {"--kv-unified": None, "--reranking": None, "--pooling": "rank"},
+     EMBEDS | {"pooling_type": RANK}),
     ({"reasoning": True}, {"--reasoning": "on"},
      {"enable_reasoning": 1, "default_template_kwargs": THINK | {"enable_thinking": "true"}}),
     ({"reasoning": False}, {"--reasoning": "off"},
@@ -366,18 +406,22 @@ def test_a_bare_model_in_both_dialects() -> None:
 
 @pytest.mark.parametrize(("fields", "options", "settings"), DIALECTS, ids=str)
 def test_a_field_means_the_same_in_both_dialects(
-    fields: dict[str, Any], options: dict[str, str], settings: dict[str, object]
+    fields: dict[str, Any], options: dict[str, str | None], settings: dict[str, object]
 ) -> None:
     config = configure(**fields)
     for kind in KINDS:
         check(kind, config)
-    assert options_of(config) == BARE_OPTIONS | options
+    expected = BARE_OPTIONS | options
+    if "--kv-unified" in options:
+        del expected["--no-kv-unified"]
+    assert options_of(config) == expected
     assert hosted_settings(config, SOCKET) == BARE_SETTINGS | settings
 
 
 def test_every_field_is_in_the_table_of_dialects() -> None:
     tested = {name for fields, _, _ in DIALECTS for name in fields}
-    assert tested == set(attrs.fields_dict(ModelConfig)) - {"model", "args", "env"}
+    ours = {"sha256"}  # told to no child
+    assert tested == set(attrs.fields_dict(ModelConfig)) - {"model", "args", "env"} - ours
 
 
 def test_an_address_with_a_port_is_told_in_both_dialects() -> None:
@@ -428,6 +472,7 @@ def test_a_child_inherits_the_harmless_part_of_our_environment_alone(kind: Kind)
     assert environ.pop("LLAMA_SERVER_ROUTER_PORT") == "0"
     # Stock llama-server takes options from a file in there.
     assert environ.pop("XDG_CONFIG_HOME", "/dev/null") == "/dev/null"
+    assert environ.pop("GGML_NO_BACKTRACE") == "1"
     assert environ == dict.fromkeys(HARMLESS, "kept")
 
 

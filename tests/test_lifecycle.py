@@ -14,6 +14,7 @@ import trio.lowlevel
 import trio_typing
 
 from llamatrio import (
+    NO_RESTARTS,
     ChildDied,
     LifecycleActor,
     LocalProvider,
@@ -134,7 +135,8 @@ async def test_stop_and_unload_with_a_stream_open_end_the_child_with_0(
     kind: Kind, endless: Parrot
 ) -> None:
     with trio.fail_after(60):
-        async with open_provider(ModelConfig(endless.path), backend=kind) as provider:
+        config = ModelConfig(endless.path, threads=1)
+        async with open_provider(config, backend=kind) as provider:
             for _ in range(10):
                 await provider.start()
                 await first_text(provider.submit(ON_AND_ON))
@@ -151,7 +153,7 @@ async def test_stop_and_unload_within_a_long_prompt_take_less_than_two_seconds(
 ) -> None:
     prompt = completion_request("x" * 4000)
     with trio.fail_after(60):
-        config = ModelConfig(endless.path, batch=256, context=4096)
+        config = ModelConfig(endless.path, batch=256, context=4096, threads=1)
         async with open_provider(config, backend=kind) as provider:
             await provider.start()
             reply = provider.submit(prompt)
@@ -223,6 +225,7 @@ async def test_start_takes_a_task_status_of_trio(parrot: Parrot) -> None:
             assert provider.started
 
 
+@pytest.mark.slow
 async def test_a_new_configuration_unloads_the_old_model_first(
     kind: Kind, parrot: Parrot, endless: Parrot
 ) -> None:
@@ -358,15 +361,34 @@ async def test_reading_raises_with_the_cause_when_the_child_is_killed(
             assert cause.returncode == -signal.SIGKILL
             assert "SIGKILL" in str(cause)
             assert caught.value.text == reply.text != ""
-            with pytest.raises(RequestFailed):
-                await waiting.result()
+            assert waiting.outcome is None
+            await first_text(waiting)
+            assert provider.failure is None
+            counters = provider.diagnostics().counters
+            assert (counters.crashes, counters.restarts, counters.loads) == (1, 1, 2)
+
+
+async def test_a_killed_child_without_restarts_fails_what_waits_until_the_next_start(
+    kind: Kind, endless: Parrot
+) -> None:
+    with trio.fail_after(60):
+        config = ModelConfig(endless.path)
+        async with open_provider(config, backend=kind, policy=NO_RESTARTS) as provider:
+            await provider.start()
+            reply, waiting = provider.submit(ON_AND_ON), provider.submit(ON_AND_ON)
+            await first_text(reply)
+            os.kill(pid_of(provider), signal.SIGKILL)
+            for one in (reply, waiting):
+                with pytest.raises(RequestFailed, match="SIGKILL") as caught:
+                    await one.result()
+                assert isinstance(caught.value.__cause__, ChildDied)
             assert isinstance(provider.failure, ChildDied)
             await provider.start()
             outcome = await provider.submit(completion_request("Hello", max_tokens=1)).wait()
             assert isinstance(outcome, Finished)
             assert provider.failure is None
             counters = provider.diagnostics().counters
-            assert (counters.crashes, counters.loads) == (1, 2)
+            assert (counters.crashes, counters.restarts, counters.loads) == (1, 0, 2)
 
 
 async def test_reading_raises_when_the_stream_is_cut(parrot: Parrot) -> None:

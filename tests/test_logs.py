@@ -15,6 +15,7 @@ import trio
 import trio.testing
 
 from llamatrio import (
+    NO_RESTARTS,
     ChildDied,
     LoadFailed,
     LocalProvider,
@@ -363,7 +364,9 @@ async def test_a_child_that_shows_its_key_has_it_taken_out_of_everything(
         ("/bin/sh", "-c", SHOWS_ITS_KEY, *fakechild.command("H ok", "S ready", "W 0.5", "X 3"))
     )
     with trio.fail_after(60):
-        async with open_provider(ModelConfig(parrot.path), backend=child) as provider:
+        async with open_provider(
+            ModelConfig(parrot.path), backend=child, policy=NO_RESTARTS
+        ) as provider:
             await provider.start()
             key = key_of(provider)
             async for status in provider.watch():

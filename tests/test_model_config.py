@@ -47,7 +47,7 @@ from llamatrio import (
 )
 from llamatrio.child.launch import Kind, hosted_settings
 from llamatrio.config import CacheType, ReasoningFormat
-from llamatrio.requests import Delta
+from llamatrio.requests import Admitted, Delta
 from llamatrio.session.base import Asleep, Awake, Opened, Publish, SessionEvent
 from llamatrio.testing import parrot as gguf
 from llamatrio.testing.parrot import Parrot, count_prompt_tokens, write_parrot
@@ -314,7 +314,7 @@ async def contexts(child: Child) -> object:
 
 async def steps(child: Child) -> object:
     """The steps in which a prompt of 600 tokens is read, from its progress."""
-    pieces: list[Delta | PromptProgress] = []
+    pieces: list[Admitted | Delta | PromptProgress] = []
     request = completion_request("x" * 599, max_tokens=1, cache_prompt=False)
     await child.backend.session.perform(request, pieces.append)
     return [piece.processed for piece in pieces if isinstance(piece, PromptProgress)]
@@ -463,6 +463,9 @@ ELSEWHERE = {
     "gpu_layers": "the log of a stock child; what the wheel holds for a hosted one",
     "devices": "a name that is wrong; what the wheel holds",
     "sleep_after": "the residency of the provider",
+    "sha256": "what is refused to load, in test_identity.py",
+    "task": "vectors and scores, in test_calls.py",
+    "pooling": "vectors, in test_calls.py",
     "args": "the log of a stock child",
 }
 """The fields that have a test of their own, and how they are read back there."""

@@ -41,7 +41,7 @@ EXPECTED = {
     """,
     Phase.STARTED: """
         start        started                                wait
-        stop         stopping   cancel close drop           wait
+        stop         stopping   interrupt cancel close drop wait
         unload       started                                refuse
         reconfigure  started                                refuse
         ready        started

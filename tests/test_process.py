@@ -17,6 +17,7 @@ import pytest
 import trio
 
 from llamatrio import (
+    NO_RESTARTS,
     Bounds,
     ChildDied,
     Exit,
@@ -659,7 +660,7 @@ async def test_death_is_told_to_every_waiter_with_its_signal(parrot: Parrot) -> 
     with trio.fail_after(30):
         child = Own(fakechild.command("S loading", "H hang", "S ready", "W 0.5", "K SEGV"))
         config = ModelConfig(parrot.path, slots=2)
-        async with open_provider(config, backend=child) as provider:
+        async with open_provider(config, backend=child, policy=NO_RESTARTS) as provider:
             await provider.start()
             replies = [provider.submit(completion_request("x")) for _ in range(5)]
             for reply in replies:
@@ -726,7 +727,8 @@ async def test_a_real_child_that_is_killed_while_it_loads_fails_the_start(
     kind: Kind, large: Parrot
 ) -> None:
     with trio.fail_after(60):
-        async with open_provider(ModelConfig(large.path), backend=kind) as provider:
+        config = ModelConfig(large.path)
+        async with open_provider(config, backend=kind, policy=NO_RESTARTS) as provider:
             error = None
             while error is None:  # the load may be faster than we are
                 error = await kill_while_loading(provider)
@@ -736,11 +738,28 @@ async def test_a_real_child_that_is_killed_while_it_loads_fails_the_start(
             assert provider.phase is Phase.UNLOADED
 
 
+async def test_a_real_child_that_is_killed_while_it_loads_is_followed_by_another(
+    kind: Kind, large: Parrot
+) -> None:
+    with trio.fail_after(60):
+        async with open_provider(ModelConfig(large.path), backend=kind) as provider:
+            while provider.diagnostics().counters.failed_loads == 0:
+                await provider.stop()  # the load was faster than we were
+                await provider.unload_model()
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(kill_when_loading, provider)
+                    await provider.start()
+            reply = provider.submit(completion_request("x", max_tokens=1))
+            assert (await reply.result()).outcome.tokens == 1
+            assert provider.failure is None
+
+
 async def test_a_real_child_that_is_killed_when_ready_is_a_failure(
     kind: Kind, parrot: Parrot
 ) -> None:
     with trio.fail_after(60):
-        async with open_provider(ModelConfig(parrot.path), backend=kind) as provider:
+        config = ModelConfig(parrot.path)
+        async with open_provider(config, backend=kind, policy=NO_RESTARTS) as provider:
             await provider.start()
             kill_child(provider)
             await reach(provider, Phase.UNLOADED)
@@ -750,6 +769,22 @@ async def test_a_real_child_that_is_killed_when_ready_is_a_failure(
             assert provider.failure.exit.ready
             assert not provider.failure.exit.asked
             assert "possibly out of memory" in str(provider.failure)
+
+
+async def test_a_real_child_that_is_killed_when_ready_is_followed_by_another(
+    kind: Kind, parrot: Parrot
+) -> None:
+    with trio.fail_after(60):
+        async with open_provider(ModelConfig(parrot.path), backend=kind) as provider:
+            await provider.start()
+            first = provider.diagnostics().pid
+            kill_child(provider)
+            await reach(provider, Phase.LOADING)
+            await provider.start()
+            assert provider.diagnostics().pid not in (first, None)
+            assert provider.diagnostics().counters.restarts == 1
+            reply = provider.submit(completion_request("x", temperature=0))
+            assert (await reply.result()).text == parrot.text
 
 
 async def test_a_real_child_that_is_killed_in_mid_stream_fails_the_request(

@@ -19,11 +19,12 @@ from llamatrio.child.exits import Exit
 
 ROOT = Path(llamatrio.__file__).parent
 ROOMS = [
-    "errors", "config", "outcomes", "requests", "wire", "child", "session", "lifecycle", "provider",
-    "testing",
+    "errors", "config", "outcomes", "requests", "calls", "wire", "child", "session", "lifecycle",
+    "conveniences", "blocks", "provider", "ownership", "attached", "testing",
 ]  # fmt: skip
 IMPURE = {"trio", "os", "socket", "subprocess", "threading", "time", "signal"}
-OTHERS = {"child.windows", "child.kqueue"}  # of other systems: they cannot be imported here
+# Of other systems: they cannot be imported here.
+OTHERS = {"child.windows", "child.kqueue", "child.rusage", "child.win32times"}
 
 
 def name_of(path: Path) -> str:
@@ -37,10 +38,12 @@ PURE = {
     "config",
     "outcomes",
     "requests",
+    "calls",
     "child.launch",
     "child.exits",
     "lifecycle.phases",
     "lifecycle.queue",
+    "lifecycle.policy",
     *(name for name in MODULES if name.split(".")[0] == "wire"),
 }
 
@@ -218,6 +221,8 @@ ARGUMENTS: dict[str, object] = {
     "kind": "invalid_request_error",
     "details": {"n_ctx": 8},
     "text": "so far",
+    "length": 7,
+    "limit": 8,
 }
 
 

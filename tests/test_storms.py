@@ -28,11 +28,14 @@ from leftovers import take_census
 from programs.cycle import Accounts, balanced, cycle
 
 from llamatrio import (
+    NO_RESTARTS,
+    PERSISTENT,
     ChildDied,
     LocalProvider,
     ModelConfig,
     NotStarted,
     Phase,
+    Policy,
     Reply,
     RequestCancelled,
     StartInterrupted,
@@ -359,14 +362,21 @@ async def kill_beside_stop(provider: LocalProvider, rng: random.Random) -> list[
         await provider.stop()
 
     await provider.start()
-    pid = provider.diagnostics().pid
-    assert pid is not None
+    before = provider.diagnostics()
+    assert before.pid is not None
     replies = [provider.submit(rng.choice([SHORT, LONG])) for _ in range(rng.randint(1, 5))]
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(kill, pid)
+        nursery.start_soon(kill, before.pid)
         nursery.start_soon(stop)
-    await reach(provider, Phase.UNLOADED)
+    await see_end_of(provider, before.generation)
     return replies
+
+
+async def see_end_of(provider: LocalProvider, generation: int) -> None:
+    """Wait until a generation is over; another may have begun in its place."""
+    async for status in provider.watch():
+        if status.generation != generation or status.phase is Phase.UNLOADED:
+            return
 
 
 async def reach(provider: LocalProvider, phase: Phase) -> None:
@@ -375,11 +385,13 @@ async def reach(provider: LocalProvider, phase: Phase) -> None:
             return
 
 
-async def kill_children(kind: Kind, parrot: Parrot, rounds: int, seed: int) -> Counter[str]:
+async def kill_children(
+    kind: Kind, parrot: Parrot, policy: Policy, rounds: int, seed: int
+) -> Counter[str]:
     rng = random.Random(seed)
     config = ModelConfig(parrot.path, slots=2, threads=1)
     ends = Counter[str]()
-    async with open_provider(config, backend=kind) as provider:
+    async with open_provider(config, backend=kind, policy=policy) as provider:
         for turn in range(rounds):
             with trio.fail_after(60):
                 replies = await kill_beside_stop(provider, rng)
@@ -400,22 +412,33 @@ async def kill_children(kind: Kind, parrot: Parrot, rounds: int, seed: int) -> C
     assert accounts == (ends["Finished"], ends["Cancelled"], ends["Failed"])
     assert counters.accepted == sum(accounts)
     assert counters.crashes + counters.unloads == counters.loads
+    ends["restarts"] = counters.restarts
     return ends
 
 
-async def test_some_kills_beside_a_stop_lose_no_request(kind: Kind, endless: Parrot) -> None:
-    await kill_children(kind, endless, 8, 1)
+policies = pytest.mark.parametrize(
+    "policy", [NO_RESTARTS, PERSISTENT], ids=["no restarts", "persistent"]
+)
+
+
+@policies
+async def test_some_kills_beside_a_stop_lose_no_request(
+    kind: Kind, endless: Parrot, policy: Policy
+) -> None:
+    await kill_children(kind, endless, policy, 8, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@policies
 async def test_200_kills_beside_a_stop_lose_no_request(
-    kind: Kind, endless: Parrot, capsys: pytest.CaptureFixture[str]
+    kind: Kind, endless: Parrot, policy: Policy, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ends = await kill_children(kind, endless, 200, 2)
+    ends = await kill_children(kind, endless, policy, 200, 2)
     with capsys.disabled():
         sys.stdout.write(f"\nkilled beside stop, {type(kind).__name__}: {dict(ends)}\n")
     assert min(ends["Finished"], ends["Cancelled"], ends["Failed"]) > 0
+    assert (ends["restarts"] > 0) == (policy is PERSISTENT)
 
 
 # -- verbs from all sides ----------------------------------------------------------------------

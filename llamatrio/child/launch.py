@@ -167,6 +167,9 @@ def plan(
         "LLAMA_SERVER_ROUTER_PORT": "0",
     }
     inherited = {name: value for name, value in environ.items() if harmless(name)}
+    # Or a child that aborts would first have a debugger look at it, for seconds, if there is one
+    # (b11434, ggml.c, `ggml_print_backtrace`).
+    inherited["GGML_NO_BACKTRACE"] = "1"
     if isinstance(kind, Stock):
         # Or it would take options from ~/.config/llama.cpp/config.ini, which no other kind reads.
         inherited["XDG_CONFIG_HOME"] = "/dev/null"
@@ -201,6 +204,7 @@ def check(kind: Kind, config: ModelConfig) -> None:
     if config.seed is not None and config.seed >= _NO_SEED:
         raise SpecificationError(f"seed must be less than {_NO_SEED}, not {config.seed}")
     _check_batch(config)
+    _check_pooling(config)
     _check_template(config)
     if isinstance(kind, Hosted):
         _check_hosted(config)
@@ -224,6 +228,21 @@ def _check_batch(config: ModelConfig) -> None:
     least = max(2, config.slots * (1 + drafted))
     if config.batch < least:
         raise SpecificationError(f"batch must be at least {least} here, not {config.batch}")
+
+
+def _check_pooling(config: ModelConfig) -> None:
+    task, slots = config.task, config.slots
+    if task == "generation" or slots == 1:
+        return
+    # llama.cpp reserves a step for all slots, and aborts where they get unequal shares of the batch
+    # or of the cache, whose size is a multiple of 256 (llama-context.cpp, `graph_reserve`).
+    if slots & (slots - 1):
+        raise SpecificationError(f"slots must be a power of two for task {task!r}, not {slots}")
+    if config.batch % slots:
+        raise SpecificationError(f"batch must be a multiple of slots for task {task!r}")
+    # Where the shared cache is full, a step is cut in two and a text pooled by halves.
+    if config.context is None:
+        raise SpecificationError(f"several slots want a context for task {task!r}")
 
 
 def _check_template(config: ModelConfig) -> None:
@@ -273,6 +292,8 @@ _FIELDS: Final[Mapping[str, str]] = {
         "mmproj": "-mm --mmproj",
         "lora": "--lora --lora-scaled",
         "draft_model": "-md --model-draft --spec-draft-model",
+        "task": "--embedding --embeddings --rerank --reranking",
+        "pooling": "--pooling",
         "reasoning": "-rea --reasoning",
         "reasoning_format": "--reasoning-format",
         "seed": "-s --seed",
@@ -311,7 +332,8 @@ def server_options(config: ModelConfig, address: Address) -> list[str]:
     host, port = (address, 0) if isinstance(address, str) else address
     options: dict[str, object] = {
         "--model": config.model,
-        "--ctx-size": config.context and config.context * config.slots,
+        "--ctx-size": _cache(config),
+        "--kv-unified-per-slot": _share(config),
         "--parallel": config.slots,
         "--batch-size": config.batch,
         "--ubatch-size": _ubatch(config),
@@ -326,6 +348,7 @@ def server_options(config: ModelConfig, address: Address) -> list[str]:
         "--lora-scaled": _csv(config.lora) if config.lora else None,
         "--spec-draft-model": config.draft_model,
         "--spec-type": "draft-simple" if config.draft_model else None,
+        "--pooling": config.pooling,
         "--reasoning": _switch(config.reasoning),
         "--reasoning-format": config.reasoning_format,
         "--seed": config.seed,
@@ -335,7 +358,7 @@ def server_options(config: ModelConfig, address: Address) -> list[str]:
         "--host": host,
         "--port": port or None,
     }
-    words = [*config.args, "--no-kv-unified", "--no-ui"]
+    words = [*config.args, *_TASKS[config.task], "--no-ui"]
     if config.model is not None:
         words.append("--offline")
     for option, value in options.items():
@@ -352,9 +375,10 @@ def hosted_settings(config: ModelConfig, address: Address) -> dict[str, object]:
     host, port = (address, 0) if isinstance(address, str) else address
     settings: dict[str, object] = {
         "model.path": config.model,
-        "n_ctx": config.context and config.context * config.slots,
+        "n_ctx": _cache(config),
         "n_parallel": config.slots,
-        "kv_unified": False,
+        "kv_unified": config.task != "generation",
+        "kv_unified_per_slot": _share(config),
         "n_batch": config.batch,
         "n_ubatch": _ubatch(config),
         "n_gpu_layers": config.gpu_layers,
@@ -367,6 +391,8 @@ def hosted_settings(config: ModelConfig, address: Address) -> dict[str, object]:
         "lora_adapters": [[lora.path, lora.scale] for lora in config.lora] or None,
         "speculative.draft.mparams.path": config.draft_model,
         "speculative.types": _draft_types(config),
+        "embedding": None if config.task == "generation" else True,
+        "pooling_type": _pooling_type(config),
         "enable_reasoning": None if config.reasoning is None else int(config.reasoning),
         "default_template_kwargs": _template_kwargs(config.reasoning),
         "reasoning_format": _reasoning_format(config),
@@ -392,9 +418,31 @@ _CPU_ALONE: Final[Mapping[str, object]] = {
 }
 
 
+# Where each slot has a cache of its own, llama.cpp cuts the texts of a batch to equal lengths, and
+# pools what is left of the longer ones alone (llama-kv-cache.cpp, `init_batch`).
+_TASKS: Final[Mapping[str, tuple[str, ...]]] = {
+    "generation": ("--no-kv-unified",),
+    "embedding": ("--kv-unified", "--embedding"),
+    "reranking": ("--kv-unified", "--reranking"),
+}
+
+
+def _cache(config: ModelConfig) -> int | None:
+    """Return how many tokens the slots hold together."""
+    return config.context and (_share(config) or config.context) * config.slots
+
+
+def _share(config: ModelConfig) -> int | None:
+    """Return how many tokens of a shared cache a slot may hold: as many as it would of its own."""
+    if config.context is None or config.task == "generation":
+        return None
+    return -(-config.context // 256) * 256
+
+
 def _ubatch(config: ModelConfig) -> int:
-    # llama.cpp's own default of 512 is the larger bound; it may not exceed the batch.
-    return min(config.batch, 512)
+    # llama.cpp's own default of 512 is the larger bound; it may not exceed the batch. What pools
+    # tokens wants them all in one step.
+    return min(config.batch, 512) if config.task == "generation" else config.batch
 
 
 def _switch(value: bool | None) -> str | None:
@@ -422,6 +470,11 @@ def _draft_types(config: ModelConfig) -> object:
     if config.draft_model is None:
         return None
     return [{"enum": "common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE"}]
+
+
+def _pooling_type(config: ModelConfig) -> object:
+    pooling = "rank" if config.task == "reranking" else config.pooling
+    return pooling and {"enum": f"llama_pooling_type.LLAMA_POOLING_TYPE_{pooling.upper()}"}
 
 
 def _template_kwargs(reasoning: bool | None) -> dict[str, str]:

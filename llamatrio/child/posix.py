@@ -23,7 +23,10 @@ else:
 
 
 class ChildProcess:
-    """A spawned process, the leader of a session of its own, and our ends of its three pipes."""
+    """A spawned process, the leader of a session of its own, and our ends of its three pipes.
+
+    In a forked copy of the program all of this does nothing: the process belongs to the original.
+    """
 
     def __init__(
         self,
@@ -36,9 +39,18 @@ class ChildProcess:
         self._popen = popen
         self._watch = watch
         self._stdin: int | None = stdin
+        self._owner = os.getpid()
         self.pid = popen.pid
+        for pipe in (stdout, stderr):
+            # A stream restores what it found when it is closed, and a forked copy of the program,
+            # which shares the pipe, may close its own: it must not make ours block.
+            os.set_blocking(pipe, False)
         self.stdout = trio.lowlevel.FdStream(stdout)
         self.stderr = trio.lowlevel.FdStream(stderr)
+
+    @property
+    def _is_ours(self) -> bool:
+        return os.getpid() == self._owner
 
     @property
     def returncode(self) -> int | None:
@@ -47,11 +59,12 @@ class ChildProcess:
 
     async def wait(self) -> None:
         """Wait until the process has ended, without reaping it."""
-        await self._watch.wait()
+        if self._is_ours:
+            await self._watch.wait()
 
     async def write_stdin(self, data: bytes) -> None:
         """Write a few bytes into the pipe, which is empty: they always fit."""
-        if self._stdin is not None:
+        if self._stdin is not None and self._is_ours:
             with contextlib.suppress(BrokenPipeError):  # the process is ending by itself
                 os.write(self._stdin, data)
 
@@ -63,23 +76,28 @@ class ChildProcess:
 
     def terminate(self) -> None:
         """Ask the process to end, by SIGTERM."""
-        with contextlib.suppress(ProcessLookupError):  # where the program ignores SIGCHLD
-            os.kill(self.pid, signal.SIGTERM)
+        if self._is_ours:
+            with contextlib.suppress(ProcessLookupError):  # where the program ignores SIGCHLD
+                os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """End the process and all that is left of its group, by SIGKILL.
 
         Must come before `reap`: afterwards the number may belong to somebody else.
         """
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: only zombies left
-            os.killpg(self.pid, signal.SIGKILL)
+        if self._is_ours:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: only zombies
+                os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
         """Take the exit code of an ended process."""
-        self._popen.poll()
+        if self._is_ours:
+            self._popen.poll()
 
     def close(self) -> None:
         """Close our ends of the pipes."""
+        if not self._is_ours:  # Trio's epoll set is shared with the original
+            return
         self._watch.close()
         self.close_stdin()
         self.stdout.close()

@@ -12,10 +12,13 @@ which closes their connections; then the child, which would not obey its exit li
 
 from __future__ import annotations
 
-import inspect
 import logging
-import weakref
-from typing import Final, TypeAlias
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final, ParamSpec, TypeAlias, TypeVar
 
 import attrs
 import trio
@@ -23,25 +26,35 @@ from trio.lowlevel import enable_ki_protection
 
 from llamatrio.config import ModelConfig
 from llamatrio.errors import (
+    ChildSilent,
     ClosedError,
     LlamatrioError,
+    LoadStalled,
+    ModelChanged,
     NotStarted,
     ProviderBroken,
     ProviderClosed,
+    SpecificationError,
     StartInterrupted,
     StateFlood,
     Unkillable,
+    VerbInHook,
+    WrongProcess,
+    WrongThread,
 )
 from llamatrio.lifecycle import phases
-from llamatrio.lifecycle.diagnostics import Counters, Diagnostics, Residency, Status
+from llamatrio.lifecycle.desk import Desk
+from llamatrio.lifecycle.diagnostics import Counters, Diagnostics, Residency, Status, Watchers
+from llamatrio.lifecycle.drains import Drains
+from llamatrio.lifecycle.hooks import Hooks
 from llamatrio.lifecycle.inbox import Inbox
-from llamatrio.lifecycle.keeper import Generation, keep
+from llamatrio.lifecycle.keeper import Generation, GivenUp, Patience, give_up, keep, watch
 from llamatrio.lifecycle.phases import Answer, Command, Event, Phase, Transition
-from llamatrio.lifecycle.queue import RequestQueue
+from llamatrio.lifecycle.policy import REMEMBERED, Life, Policy
 from llamatrio.lifecycle.reply import Reply
 from llamatrio.lifecycle.verbs import Verb, Verbs
 from llamatrio.lifecycle.work import VERDICT, Work
-from llamatrio.outcomes import By, Cancelled, Failed, Outcome, Phase as RequestPhase
+from llamatrio.outcomes import By, Failed, Finished, Outcome, Phase as RequestPhase
 from llamatrio.requests import Request
 from llamatrio.session.base import (
     Asleep,
@@ -51,38 +64,37 @@ from llamatrio.session.base import (
     LoadProgress,
     Opened,
     SessionEvent,
+    Unexpected,
 )
 
 MAX_UNREAD: Final = 10_000
 """Transitions that a child may pile up before it is taken for broken."""
 
 _logger: Final = logging.getLogger("llamatrio.lifecycle")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 @attrs.frozen
 class _Told:
-    """The present generation said something."""
+    """The present generation said something, or something was said of it."""
 
-    event: SessionEvent
+    event: SessionEvent | GivenUp
 
 
 @attrs.frozen
 class _Rang:
-    """There is a request to run, or a slot to run one."""
+    """There is a request to run, or a slot to run one, or nothing runs any more."""
 
 
 _Item: TypeAlias = Verb | _Told | _Rang
-_OBSERVERS: Final = ("on_transition", "on_request_started", "on_request_finished")
 
 
-class LifecycleActor:
+class LifecycleActor(Hooks):
     """Owns one model, its queue and its lifecycle.
 
-    Extend it by a subclass, and hand that to `open_provider(..., actor=MyActor)`. The methods
-    whose names begin with `on_` are there to be overridden. They are told after the fact, run on
-    the Trio thread in whatever task brought it about, and must neither wait nor be `async`. An
-    exception of theirs is logged and counted, and changes nothing; but what is no `Exception`, such
-    as SystemExit, ends the provider and comes out of its block.
+    Extend it by a subclass that overrides some of the methods of `Hooks`, and hand that to
+    `open_provider(..., actor=MyActor)`.
 
     Args:
       config: The model.
@@ -91,9 +103,10 @@ class LifecycleActor:
     Attributes:
       config: The present configuration.
       backend: What runs the model.
+      policy: The present limits, and what becomes of a model that dies.
       body: The scope of whoever uses this actor. It is cancelled if the actor breaks.
       phase: Where the lifecycle stands.
-      failure: Why the last generation ended, if it was not asked to; None while all is well.
+      failure: Why the model was lost, if it was not asked to end; None while all is well.
       counters: What was counted so far.
 
     Raises:
@@ -102,58 +115,50 @@ class LifecycleActor:
     """
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
-        for name in _OBSERVERS:
-            if inspect.iscoroutinefunction(getattr(self, name)):
-                raise TypeError(f"{type(self).__name__}.{name} is async and would never run")
+        self.refuse_async()
         backend.check(config)
         self.config = config
+        self.policy = Policy()
         self.phase = Phase.UNLOADED
         self.failure: LlamatrioError | None = None
         self.counters = Counters()
         self.backend = backend
         self.body = trio.CancelScope()
+        self._process = os.getpid()
+        self._thread = threading.get_ident()
         self._inbox: Inbox[_Item] = Inbox()
         self._rung = False
-        self._queue: RequestQueue[Reply] = RequestQueue()
-        self._next_id = 1
-        self._live: dict[int, Reply] = {}
+        self._desk = Desk(self._waiting_phase, self._cancel_running, self._on_settled, self._ring)
         self._work = Work(self._on_work_finished)
         self._verbs = Verbs()
+        self._drains = Drains(self._ring)
         self._generation: Generation | None = None
+        self._known: ModelConfig | None = None  # the last configuration that was ever loaded
+        self._lives: deque[Life] = deque(maxlen=REMEMBERED)
+        self._delay = 0.0
         self._held_end: Ended | None = None
         self._last_end: Ended | None = None
         self._load_seconds: float | None = None
-        self._told: Status | None = None
-        self._watchers: weakref.WeakSet[Inbox[Status]] = weakref.WeakSet()
+        self._progress: LoadProgress | None = None  # of the load, as far as it was taken
+        self._watchers = Watchers()
+        self._in_hook = False
         self._broken: BaseException | None = None
-        self._closed = False
+        self._broken_by_user = False
+        self._closing = trio.Event()
+        self._finished = trio.Event()
         self._keepers: trio.Nursery
         self._runners: trio.Nursery
 
     def __repr__(self) -> str:
-        work = f"{len(self._queue)} pending, {len(self._work)} running"
+        work = f"{len(self._desk.queue)} pending, {len(self._work)} running"
         return f"<{type(self).__name__} {self.phase.name} pid={self.backend.pid} {work}>"
-
-    # -- hooks ---------------------------------------------------------------------------------
-
-    def on_transition(self, transition: Transition) -> None:
-        """Learn that the phase has changed. What follows from it has not been done yet.
-
-        The end of the provider's block is told to nobody.
-        """
-
-    def on_request_started(self, reply: Reply) -> None:
-        """Learn that a request has got a slot."""
-
-    def on_request_finished(self, reply: Reply, outcome: Outcome) -> None:
-        """Learn how a request ended. `reply.outcome` is set, and its caller is told already."""
 
     # -- what callers may do, on the Trio thread ---------------------------------------------------
 
     @property
     def started(self) -> bool:
         """Whether requests are accepted."""
-        return self._queue.is_open
+        return self._desk.queue.is_open
 
     @property
     def generation(self) -> Generation | None:
@@ -165,24 +170,42 @@ class LifecycleActor:
         """The requests that have a slot."""
         return self._work.replies
 
+    def check_caller(self) -> None:
+        """Refuse a verb where it cannot work.
+
+        Raises:
+          VerbInHook: inside a hook of this actor.
+          WrongProcess: in a forked copy of the program.
+          WrongThread: outside the Trio thread.
+        """
+        self._check_place()
+        if self._in_hook:
+            raise VerbInHook("a hook cannot start, stop or unload: wake a task that does")
+
     def submit(self, request: Request) -> Reply:
         """Accept a request; see `llamatrio.provider.Provider.submit`."""
+        self._check_place()
         if self._closed:
             raise ProviderClosed("the provider is closed")
-        reply = Reply(self._next_id, request, self._waiting_phase, self._on_reply_cancelled)
+        if self._drains:
+            raise NotStarted("the provider is being stopped: it serves what it had accepted")
         if not self.started:
             lost = f"; the model was lost: {self.failure}" if self.failure else ""
             raise NotStarted(f"the provider is not started: call start() first{lost}")
-        self._queue.push(reply.id, reply)
-        self._next_id += 1
+        reply = self._desk.accept(request, self.policy.max_pending, self._free_slots())
         self.counters.accepted += 1
-        self._live[reply.id] = reply
         self._ring()
         return reply
 
+    def _check_place(self) -> None:
+        if os.getpid() != self._process:
+            raise WrongProcess("the model belongs to the process that opened the provider")
+        if threading.get_ident() != self._thread:
+            raise WrongThread("this belongs to the Trio thread: see trio.from_thread")
+
     def find(self, id: int) -> Reply | None:
         """Return an accepted request that has no outcome yet."""
-        return self._live.get(id)
+        return self._desk.find(id)
 
     async def perform(self, verb: Verb) -> None:
         """Have a verb performed and wait for its answer.
@@ -197,21 +220,25 @@ class LifecycleActor:
         self._inbox.put(verb)
         await verb.wait()
 
+    async def stop(self, *, drain: bool = False, drain_timeout: float | None = None) -> None:
+        """Stop; see `llamatrio.provider.Provider.stop`.
+
+        Cancellation: abandons the wait; the stop goes on.
+        """
+        if drain_timeout is not None and not drain_timeout >= 0:
+            raise SpecificationError(f"drain_timeout cannot be negative, nor {drain_timeout!r}")
+        await self.perform(Verb(Event.STOP, drain=drain, drain_timeout=drain_timeout))
+
     def watch(self) -> Inbox[Status]:
         """Return an inbox that gets the present status, and every one that follows."""
-        watcher: Inbox[Status] = Inbox()
-        watcher.put(self.status())
-        if self._closed:
-            watcher.close()
-        self._watchers.add(watcher)
-        return watcher
+        return self._watchers.add(self.status())
 
     def status(self) -> Status:
         """Return the present status."""
         generation = self._generation
         if generation is None:
             return Status(self.phase, self.residency, None, 0)
-        return Status(self.phase, self.residency, generation.progress, generation.number)
+        return Status(self.phase, self.residency, self._progress, generation.number)
 
     def diagnostics(self) -> Diagnostics:
         """Take a snapshot."""
@@ -222,12 +249,13 @@ class LifecycleActor:
             residency=self.residency,
             generation=generation.number if generation else 0,
             pid=self.backend.pid,
-            pending=len(self._queue),
+            pending=len(self._desk.queue),
             running=len(self._work),
             counters=attrs.evolve(self.counters),
             pipes=self.backend.tally,
             dropped_log_lines=self.backend.dropped_log_lines,
             load_seconds=self._load_seconds,
+            token_seconds=self._work.pace,
             last_exit=self._last_end.exit if self._last_end else None,
         )
 
@@ -244,10 +272,25 @@ class LifecycleActor:
                 return "asleep" if asleep else "resident"
 
     def close(self) -> None:
-        """End everything: running requests, then the child. The task that runs `run` then ends."""
-        self._closed = True
-        self._queue.close()
+        """End everything: running requests, then the child. The task that runs `run` then ends.
+
+        In a forked copy of the program this touches nothing that belongs to the original.
+        """
+        self._closing.set()
+        self._desk.queue.close()
         self._inbox.close()
+
+    async def wait_closed(self) -> None:
+        """Wait until `close` is called. Cancellation: abandons the wait."""
+        await self._closing.wait()
+
+    async def wait_finished(self) -> None:
+        """Wait until nothing is left. Cancellation: abandons the wait."""
+        await self._finished.wait()
+
+    @property
+    def _closed(self) -> bool:
+        return self._closing.is_set()
 
     # -- the task ------------------------------------------------------------------------------
 
@@ -261,21 +304,32 @@ class LifecycleActor:
 
         Raises:
           ProviderBroken: if the actor broke; all that it owned was ended in order all the same.
+          Exception: what a decider raised.
+          LlamatrioError: why the model was given up, if the policy wants it raised.
         """
         with trio.CancelScope(shield=True):
             try:
                 async with trio.open_nursery() as self._keepers:
                     async with trio.open_nursery() as self._runners:
+                        timer = trio.CancelScope()
+                        self._runners.start_soon(self._watch_deadlines, timer)
                         await self._take_items()
+                        timer.cancel()
                     if self._generation is not None:
                         self._generation.scope.cancel()
             except BaseException as exc:  # noqa: ASYNC103, BLE001 - raised below; of a task of ours
                 self._break(first_of(exc))
             self._finish()
-        if isinstance(self._broken, Exception):
+        if self._broken is None:
+            return
+        if isinstance(self._broken, Exception) and not self._broken_by_user:
             raise self._brokenness() from self._broken
-        if self._broken is not None:
-            raise self._broken
+        raise self._broken
+
+    @enable_ki_protection
+    async def _watch_deadlines(self, scope: trio.CancelScope) -> None:
+        with scope:
+            await self._desk.watch_deadlines()
 
     async def _take_items(self) -> None:
         try:
@@ -294,14 +348,16 @@ class LifecycleActor:
                 self._take_item(item)
             elif isinstance(item, Verb):
                 self._verbs.postpone(item)
-        except Exception as exc:  # noqa: BLE001 - raised by `run`, when all is in order
+        except BaseException as exc:  # noqa: ASYNC103, BLE001 - raised by `run`, when all is in order
             if isinstance(item, Verb):
                 self._verbs.postpone(item)
             self._break(exc)
 
-    def _break(self, error: BaseException) -> None:
+    def _break(self, error: BaseException, *, by_user: bool = False) -> None:
         """End everything for an error, which `run` raises when all is in order."""
-        self._broken = error if self._broken is None else self._broken
+        if self._broken is None:
+            self._broken = error
+            self._broken_by_user = by_user
         self.body.cancel()  # before anybody who waits in there is answered
         self.close()
 
@@ -319,42 +375,116 @@ class LifecycleActor:
             case _Rang():
                 self._rung = False
                 self._dispatch()
+        if drain := self._drains.due(len(self._desk)):
+            self._take(Event.STOP, drain)
         if not self._work:
             self._on_idle()
+        self._release_verbs()
+
+    def _release_verbs(self) -> None:
+        """Answer those who have what they wanted, once no outcome is outstanding any more."""
+        if not self._desk.settling:
+            self._verbs.release()
 
     def _take_verb(self, verb: Verb) -> None:
         if verb.withdrawn:
             return
         no_change = verb.event is Event.RECONFIGURE and verb.config == self.config
         if no_change and not self._verbs.is_postponed(Event.RECONFIGURE):
+            self._adopt(verb)
             verb.answer()
+        elif verb.drain and (self.started or self._drains):
+            self._drain(verb)
         else:
             self._take(verb.event, verb)
 
     def _take_told(self, told: _Told) -> None:
         match told.event:
             case Opened() | Awake():
+                self._progress = self.failure = None
                 self._take(Event.READY)
                 self._notify()
             case Ended():
+                self._progress = None
                 self._held_end = told.event
                 self._work.fail_all(told.event.error or _gone(), after=VERDICT)
+            case GivenUp():
+                self._work.fail_all(told.event.error)
             case LoadProgress():
+                self._progress = told.event
                 self._notify(progress=True)
             case Asleep():
                 self._notify()
+            case Unexpected():
+                self._observe("on_unexpected_output", told.event.data, told.event.count)
 
     def _on_idle(self) -> None:
         """Deliver what must wait until no request is running."""
         if self.phase is Phase.STOPPING:
             self._take(Event.IDLE)
+        if self._generation is not None and self._generation.fault is not None:
+            self._generation.scope.cancel()
         if self._held_end is not None:
             end, self._held_end = self._held_end, None
-            self.failure = end.error
-            if isinstance(end.error, Unkillable):
-                for event in (Event.START, Event.UNLOAD, Event.RECONFIGURE):
-                    self._verbs.fail(event, end.error)
-            self._take(Event.GONE)
+            self._take_end(end)
+
+    def _take_end(self, end: Ended) -> None:
+        """Decide what follows the end of a generation."""
+        self.failure = end.error
+        if isinstance(end.error, Unkillable):
+            for event in (Event.START, Event.UNLOAD, Event.RECONFIGURE):
+                self._verbs.fail(event, end.error)
+        in_use = self.phase in (Phase.LOADING, Phase.STARTED)
+        if in_use and end.error is not None and self._restarts(end, end.error):
+            self.counters.restarts += 1
+            self._take(Event.AGAIN)
+            return
+        raised = end.error if in_use and self.policy.on_give_up == "raise" else None
+        if raised is not None:
+            self.body.cancel()  # before a start in there is answered: it is to come out once
+        self._take(Event.GONE)
+        if raised is not None:
+            self._break(raised, by_user=True)
+
+    def _restarts(self, end: Ended, error: LlamatrioError) -> bool:
+        assert self._generation is not None
+        first = self._generation.config != self._known
+        self._lives.append(self._generation.describe(end, error, first=first))
+        delay = self._ask(self._delay_of_next)
+        if delay is None:
+            self._explain(error)
+            return False
+        self._delay = delay
+        return True
+
+    def _delay_of_next(self) -> float | None:
+        delay = self.should_restart(tuple(self._lives))
+        number = isinstance(delay, int | float) and not isinstance(delay, bool)
+        if delay is not None and not (number and 0 <= delay < math.inf):
+            raise SpecificationError(f"should_restart returned {delay!r}: seconds, or None")
+        return delay
+
+    def _explain(self, error: LlamatrioError) -> None:
+        """Let the error that a model is given up for say what came before it."""
+        earlier = self._lives[-2].error if len(self._lives) > 1 else None
+        if error.__cause__ is None and earlier is not error:
+            error.__cause__ = earlier
+
+    # -- draining ------------------------------------------------------------------------------
+
+    def _drain(self, verb: Verb) -> None:
+        """Close the door; the stop comes when all has been served, or time is up."""
+        self._desk.queue.close()
+        self._drains.add(verb, self._runners)
+        self._verbs.fail(Event.START, _interrupted(), waiting=False, before=verb)
+
+    def _join_drains(self, stop: Verb | None) -> None:
+        """Let those who drain wait for the stop with the rest: the queue is closed, by whomever."""
+        for verb in self._drains.take_all():
+            if verb is not stop:
+                self._verbs.note(verb, Answer.WAIT, self.phase)
+
+    # -- steps ---------------------------------------------------------------------------------
 
     def _take(self, event: Event, verb: Verb | None = None) -> None:
         """Take one step, and then those of postponed verbs that it makes possible."""
@@ -372,8 +502,8 @@ class LifecycleActor:
 
     def _step(self, event: Event, verb: Verb | None) -> bool:
         """Look one step up in the table and do it; say whether the phase has changed."""
-        if verb is not None and event is Event.START and self._held_end is not None:
-            self._verbs.postpone(verb)  # the model is known to be dead; its GONE comes first
+        if event is Event.START and verb is not None and self._must_wait():
+            self._verbs.postpone(verb)
             return False
         old, step = self.phase, phases.step(self.phase, event)
         waiting_phase = self._waiting_phase()
@@ -390,95 +520,154 @@ class LifecycleActor:
             verb.on_effect()
         if changed:
             self._notify()
-        self._verbs.answer_reached(self.phase)
+        self._verbs.reach(self.phase)
+        self._release_verbs()
         return changed
+
+    def _must_wait(self) -> bool:
+        """Say whether a start has to wait for what is on its way: a stop, or the end of a model
+        that is known to be dead or at fault."""
+        doomed = self._generation is not None and self._generation.fault is not None
+        in_use = self.phase in (Phase.LOADING, Phase.STARTED)
+        return bool(self._held_end or self._drains or (doomed and in_use))
 
     # -- commands ------------------------------------------------------------------------------
 
     def _perform(self, command: Command, verb: Verb | None, waiting_phase: RequestPhase) -> None:
         match command:
             case Command.OPEN:
-                self._queue.is_open = not self._closed
+                self._desk.queue.is_open = not self._closed
             case Command.SPAWN:
-                self._spawn()
+                self._spawn(fresh=verb is not None)
             case Command.DISPATCH:
                 self._dispatch()
             case Command.CANCEL:
-                self._cancel_running("stop")
+                for reply in self._work.replies:
+                    self._cancel_running(reply, "stop")
             case Command.CLOSE:
-                self._queue.close()
+                self._desk.queue.close()
+                self._join_drains(verb)
             case Command.DROP:
-                self._drop(Cancelled("stop", waiting_phase))
+                self._desk.drop("stop", waiting_phase, self._runners)
             case Command.FAIL:
                 self._fail(waiting_phase)
             case Command.INTERRUPT:
-                self._verbs.fail(Event.START, StartInterrupted("a later stop gave the start up"))
+                self._verbs.fail(Event.START, _interrupted(), before=verb)
             case Command.END:
                 assert self._generation is not None
                 self._generation.scope.cancel()
             case Command.ADOPT:
                 assert verb is not None
-                assert verb.config is not None
-                self.config = verb.config
+                self._adopt(verb)
 
-    def _spawn(self) -> None:
-        self.failure = None
+    def _adopt(self, verb: Verb) -> None:
+        assert verb.config is not None
+        self.config = verb.config
+        self.policy = verb.policy or self.policy
+
+    def _spawn(self, *, fresh: bool) -> None:
+        if fresh:
+            self.failure = None
+            self._lives.clear()
+            self._delay = 0.0
+        config = self._ask(self._prepared)
         self.counters.generations += 1
-        self._generation = Generation(self.counters.generations, self.config, self.backend)
-        self._keepers.start_soon(keep, self._generation, self._on_told)
+        generation = Generation(self.counters.generations, config, self.backend)
+        self._generation = generation
+        self._progress = LoadProgress()
+        self._keepers.start_soon(keep, generation, self._delay, self._on_told, self._on_stale)
+        self._keepers.start_soon(watch, generation, self._patience, self._on_told)
+        self._notify()
+
+    def _prepared(self) -> ModelConfig:
+        config = self.prepare(self.config)
+        if not isinstance(config, ModelConfig):
+            raise SpecificationError(f"prepare returned {config!r}, which is no ModelConfig")
+        return config
 
     def _dispatch(self) -> None:
-        generation = self._generation
-        if self.phase is not Phase.STARTED or generation is None:
-            return
-        loaded = generation.session is not None
-        while loaded and self._queue and len(self._work) < self.config.slots:
-            reply = self._queue.pop()
+        queue, generation = self._desk.queue, self._generation
+        while queue and self._free_slots() > 0:
+            reply = self._ask(self._choose)
+            self._desk.take(reply)
+            assert generation is not None  # or there were no slot
+            if not self._work:
+                generation.look_again()
             self._work.start(self._runners, reply, generation)
             self._observe("on_request_started", reply)
 
-    def _cancel_running(self, by: By) -> None:
-        for reply in self._work.replies:
-            self._work.cancel(reply.id, by)
+    def _free_slots(self) -> int:
+        generation = self._generation
+        if generation is None or generation.session is None or self.phase is not Phase.STARTED:
+            return 0
+        return generation.config.slots - len(self._work)
 
-    def _drop(self, outcome: Outcome) -> None:
-        for reply in self._queue.clear():
-            self._settle(reply, outcome)
+    def _choose(self) -> Reply:
+        reply = self.choose_next(self._desk.waiting)
+        if reply not in self._desk.waiting:
+            raise SpecificationError(f"choose_next returned {reply!r}, which does not wait")
+        return reply
+
+    def _patience(self, generation: Generation) -> Patience:
+        policy = self.policy
+        if generation.progress is not None and generation.began is not None:
+            stall = policy.load_stall if generation.full is None else policy.warm_up_stall
+            return Patience(stall, LoadStalled)
+        if self._work and generation.session is not None:
+            return Patience(
+                max(policy.silence, policy.silent_tokens * self._work.pace), ChildSilent
+            )
+        return Patience(math.inf)
+
+    def _cancel_running(self, reply: Reply, by: By) -> None:
+        self._work.cancel(reply.id, by)
 
     def _fail(self, waiting_phase: RequestPhase) -> None:
         error = self.failure or _gone()
-        self._drop(Failed(error, waiting_phase))
+        self._desk.drop(error, waiting_phase, self._runners)
         # One that came after the death, and is postponed for it, wants another model.
         self._verbs.fail(Event.START, error, postponed=False)
 
     # -- what other tasks report ---------------------------------------------------------------
 
-    def _on_told(self, generation: Generation, event: SessionEvent) -> None:
+    def _on_told(self, generation: Generation, event: SessionEvent | GivenUp) -> None:
         """Take a word of a generation, in its keeper's task."""
         match event:
             case Opened():
                 self.counters.loads += 1
+                self._known = generation.config
+                assert generation.began is not None
                 self._load_seconds = trio.current_time() - generation.began
+            case Awake():
+                self.counters.wakes += 1
             case Ended():
                 self.counters.count_end(event, generation.opened is not None)
                 self._last_end = event
+            case GivenUp():
+                pass
             case _ if self._inbox.unread > MAX_UNREAD:
                 generation.session = None  # nothing more is sent to it while it is ended
                 raise StateFlood(f"more than {MAX_UNREAD} records that nobody could take yet")
         self._inbox.put(_Told(event), progress=isinstance(event, LoadProgress))
 
-    def _on_work_finished(self, reply: Reply, outcome: Outcome) -> None:
+    def _on_stale(self) -> None:
+        self.counters.stale += 1
+
+    def _on_work_finished(
+        self, reply: Reply, generation: Generation, outcome: Outcome, died: bool
+    ) -> None:
+        generation.finished += isinstance(outcome, Finished)
+        if isinstance(outcome, Failed) and isinstance(outcome.error, ModelChanged):
+            give_up(generation, outcome.error, self._on_told)
         try:
-            self._settle(reply, outcome)
+            if died and self.phase is Phase.STARTED and not self._closed and reply.may_run_again():
+                self.counters.requeued += 1
+                self._desk.put_back(reply)
+            else:
+                self._desk.settle(reply, outcome)
         except Exception as exc:  # noqa: BLE001 - raised by `run`, when all is in order
             self._break(exc)
         self._ring()
-
-    def _on_reply_cancelled(self, reply: Reply) -> None:
-        if self._queue.remove(reply.id):
-            self._settle(reply, Cancelled("caller", self._waiting_phase()))
-        else:
-            self._work.cancel(reply.id, "caller")
 
     def _ring(self) -> None:
         if not self._rung:
@@ -487,52 +676,55 @@ class LifecycleActor:
 
     # -- ends ----------------------------------------------------------------------------------
 
-    def _settle(self, reply: Reply, outcome: Outcome) -> None:
-        """Give a request its outcome: the caller first, then the hook."""
-        reply.settle(outcome)
-        del self._live[reply.id]
+    def _on_settled(self, reply: Reply, outcome: Outcome) -> None:
         self.counters.count_outcome(outcome)
         self._observe("on_request_finished", reply, outcome)
+        if self._drains:
+            self._ring()
 
     def _end_requests(self, error: Exception | None) -> None:
         """Give every request its end, after `close` or for an error."""
-        if error is None:
-            self._drop(Cancelled("shutdown", self._waiting_phase()))
-            self._cancel_running("shutdown")
-        else:
-            self._queue.close()
-            self._drop(Failed(error, self._waiting_phase()))
+        self._desk.queue.close()
+        self._desk.drop(error or "shutdown", self._waiting_phase(), self._runners)
+        if error is not None:
             self._work.fail_all(error)
+        else:
+            for reply in self._work.replies:
+                self._cancel_running(reply, "shutdown")
+        for verb in self._drains.take_all():
+            self._verbs.postpone(verb)
 
     def _finish(self) -> None:
         """Answer everybody who still waits, when nothing is left."""
         for item in self._inbox.drain():  # nothing, unless a task of ours broke
             if isinstance(item, Verb):
                 self._verbs.postpone(item)
-        self._queue.clear()
-        for reply in self._live.values():  # none, unless we broke in the midst of giving an outcome
+        self._desk.queue.clear()
+        for reply in self._desk.live:  # none, unless we broke in the midst of giving an outcome
             if reply.outcome is None:
-                outcome = Failed(self._brokenness(), self._waiting_phase())
+                outcome = Failed(self._brokenness(), self._waiting_phase(), reply.tokens)
                 reply.settle(outcome)
                 self.counters.count_outcome(outcome)
-        self._live.clear()
         self.phase = Phase.UNLOADED
+        self._progress = None
         self._verbs.finish()
         self._notify()
-        for watcher in self._watchers:
-            watcher.close()
+        self._finished.set()
+        self._watchers.close()
 
     def _waiting_phase(self) -> RequestPhase:
         return "loading" if self.phase is Phase.LOADING else "queued"
 
     def _notify(self, *, progress: bool = False) -> None:
-        status = self.status()
-        if status != self._told:
-            self._told = status
-            for watcher in self._watchers:
-                watcher.put(status, progress=progress)
+        self._watchers.tell(self.status(), progress=progress)
+
+    # -- hooks ---------------------------------------------------------------------------------
 
     def _observe(self, hook: str, *args: object) -> None:
+        """Tell an observer; after a hook has ended the provider none is told any more."""
+        if self._broken is not None:
+            return
+        outer, self._in_hook = self._in_hook, True
         try:
             getattr(self, hook)(*args)
         except Exception:
@@ -540,10 +732,27 @@ class LifecycleActor:
             _logger.exception("%s.%s raised", type(self).__name__, hook)
         except BaseException as exc:  # noqa: ASYNC103, BLE001 - `run` raises it; SystemExit, say
             self._break(exc)
+        finally:
+            self._in_hook = outer
+
+    def _ask(self, hook: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Ask a decider; its exception is the user's, and comes out as it is."""
+        outer, self._in_hook = self._in_hook, True
+        try:
+            return hook(*args, **kwargs)
+        except BaseException as exc:
+            self._break(exc, by_user=True)
+            raise
+        finally:
+            self._in_hook = outer
 
 
 def _gone() -> LlamatrioError:
     return ClosedError("the model was unloaded")
+
+
+def _interrupted() -> LlamatrioError:
+    return StartInterrupted("a later stop gave the start up")
 
 
 def first_of(error: BaseException) -> BaseException:

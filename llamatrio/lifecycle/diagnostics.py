@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Literal, TypeAlias
 
 import attrs
 
 from llamatrio.child.exits import Exit
 from llamatrio.child.pumps import Tally
+from llamatrio.errors import WakeFailed
+from llamatrio.lifecycle.inbox import Inbox
 from llamatrio.lifecycle.phases import Phase
 from llamatrio.outcomes import Cancelled, Failed, Finished, Outcome
 from llamatrio.session.base import Ended, LoadProgress
@@ -46,8 +49,16 @@ class Counters:
       generations: Loads that were begun.
       loads: Loads that came to an end with a model.
       failed_loads: Loads that did not.
+      restarts: Generations that were begun by policy, in place of one that had died.
+      wakes: Loads after sleep that came to an end with a model.
+      failed_wakes: Loads after sleep that did not.
       unloads: Models that were given up because we wanted it.
       crashes: Models that were lost otherwise.
+      requeued: Requests that went back into the queue because their model died.
+      resumed: Requests with an outcome that had been taken up again by another model.
+      superseded: Requests that were cancelled by a newer one with the same key.
+      expired: Requests that were cancelled by one of their limits.
+      stale: What a backend told of a generation after its end; it was dropped.
       hook_errors: Exceptions of hooks, which were logged and changed nothing.
     """
 
@@ -58,17 +69,28 @@ class Counters:
     generations: int = 0
     loads: int = 0
     failed_loads: int = 0
+    restarts: int = 0
+    wakes: int = 0
+    failed_wakes: int = 0
     unloads: int = 0
     crashes: int = 0
+    requeued: int = 0
+    resumed: int = 0
+    superseded: int = 0
+    expired: int = 0
+    stale: int = 0
     hook_errors: int = 0
 
     def count_outcome(self, outcome: Outcome) -> None:
         """Count one request's end."""
+        self.resumed += outcome.resumed > 0
         match outcome:
             case Finished():
                 self.finished += 1
             case Cancelled():
                 self.cancelled += 1
+                self.superseded += outcome.by == "superseded"
+                self.expired += outcome.by == "deadline"
             case Failed():
                 self.failed += 1
 
@@ -78,6 +100,7 @@ class Counters:
             self.unloads += opened
         elif opened:
             self.crashes += 1
+            self.failed_wakes += isinstance(end.error, WakeFailed)
         else:
             self.failed_loads += 1
 
@@ -97,7 +120,8 @@ class Diagnostics:
       counters: What was counted so far.
       pipes: What came out of the child's pipes so far.
       dropped_log_lines: Log lines lost to slow logging handlers.
-      load_seconds: How long the last load took; None before the first.
+      load_seconds: How long the last first load of a generation took; None before that.
+      token_seconds: Time from one piece of an answer to the next, as seen of late; 0 before that.
       last_exit: How the last process ended; None before that.
     """
 
@@ -112,4 +136,36 @@ class Diagnostics:
     pipes: Tally
     dropped_log_lines: int
     load_seconds: float | None
+    token_seconds: float
     last_exit: Exit | None
+
+
+class Watchers:
+    """Those who follow the lifecycle, each with an inbox; one that is dropped is forgotten."""
+
+    def __init__(self) -> None:
+        self._inboxes: weakref.WeakSet[Inbox[Status]] = weakref.WeakSet()
+        self._told: Status | None = None
+        self._closed = False
+
+    def add(self, status: Status) -> Inbox[Status]:
+        """Return an inbox that holds the present status, and gets every one that follows."""
+        inbox: Inbox[Status] = Inbox()
+        inbox.put(status)
+        if self._closed:
+            inbox.close()
+        self._inboxes.add(inbox)
+        return inbox
+
+    def tell(self, status: Status, *, progress: bool = False) -> None:
+        """Tell a status that differs from the last; progress may replace earlier progress."""
+        if status != self._told:
+            self._told = status
+            for inbox in self._inboxes:
+                inbox.put(status, progress=progress)
+
+    def close(self) -> None:
+        """Let everybody come to an end."""
+        self._closed = True
+        for inbox in self._inboxes:
+            inbox.close()

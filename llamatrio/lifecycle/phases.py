@@ -65,7 +65,7 @@ class Command(enum.Enum):
     CLOSE = "close the queue"
     DROP = "end what is queued as cancelled"
     FAIL = "end what is queued, and every start, as failed"
-    INTERRUPT = "end every start as interrupted"
+    INTERRUPT = "end every earlier start as interrupted"
     END = "end the generation"
     ADOPT = "adopt the new configuration"
 
@@ -153,7 +153,7 @@ def _table() -> Mapping[tuple[Phase, Event], Step]:
         },
         started: {
             Event.START: Step(started, (), wait),
-            Event.STOP: Step(stopping, (cancel, close, drop), wait),
+            Event.STOP: Step(stopping, (interrupt, cancel, close, drop), wait),
             Event.UNLOAD: Step(started, (), refuse),
             Event.RECONFIGURE: Step(started, (), refuse),
             Event.READY: Step(started),

@@ -10,8 +10,8 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from llamatrio.errors import RequestCancelled, RequestFailed
-from llamatrio.outcomes import Cancelled, Failed, Finished, Outcome, Phase
-from llamatrio.requests import Delta, PromptProgress, Request
+from llamatrio.outcomes import Cancelled, Failed, Finished, Outcome, Phase, Usage
+from llamatrio.requests import Admitted, Delta, PromptProgress, Request, take_up
 
 
 @attrs.frozen
@@ -41,7 +41,32 @@ class Reply:
       request: What was asked.
       outcome: How it ended; None until then. It is set exactly once.
       progress: How much of the prompt has been read, or None if that is not known yet.
+      submitted_at: When it was accepted, on Trio's clock.
+      resumed: How often its model died and it was taken up again by the next.
     """
+
+    # There may be a hundred thousand of these: one object each, for the garbage collector's sake.
+    __slots__ = (
+        "__weakref__",
+        "_admitted",
+        "_begun_with",
+        "_deltas",
+        "_fruitless",
+        "_interrupted",
+        "_made",
+        "_news",
+        "_on_cancel",
+        "_prompt",
+        "_running",
+        "_tries",
+        "_waiting_phase",
+        "id",
+        "outcome",
+        "progress",
+        "request",
+        "resumed",
+        "submitted_at",
+    )
 
     def __init__(
         self,
@@ -49,16 +74,26 @@ class Reply:
         request: Request,
         waiting_phase: Callable[[], Phase],
         on_cancel: Callable[[Reply], None],
+        submitted_at: float = 0.0,
     ) -> None:
         self.id = id
         self.request = request
         self.outcome: Outcome | None = None
         self.progress: PromptProgress | None = None
+        self.submitted_at = submitted_at
+        self.resumed = 0
         self._waiting_phase = waiting_phase
         self._on_cancel = on_cancel
         self._running = False
-        self._deltas: list[Delta] = []
-        self._news = trio.lowlevel.ParkingLot()
+        self._admitted = False
+        self._begun_with = 0  # pieces that there were when it got its slot
+        self._tries = 0
+        self._interrupted = False  # a model died that had begun with it
+        self._made = 0  # tokens, by models that died
+        self._prompt: int | None = None  # tokens of the prompt, without those
+        self._fruitless = 0  # tries in a row that added no piece
+        self._deltas: list[Delta] | None = None
+        self._news: trio.lowlevel.ParkingLot | None = None
 
     def __repr__(self) -> str:
         state = self.phase if self.outcome is None else type(self.outcome).__name__
@@ -72,24 +107,24 @@ class Reply:
         stood then."""
         if isinstance(self.outcome, Cancelled | Failed):
             return self.outcome.phase
-        if self._deltas:
-            return "generating"
-        return "prompt" if self._running else self._waiting_phase()
+        if not self._running:
+            return self._waiting_phase()
+        return "generating" if self.tokens > self._begun_with else "prompt"
 
     @property
     def text(self) -> str:
         """The text so far."""
-        return "".join(delta.text for delta in self._deltas)
+        return "".join(delta.text for delta in self._deltas or ())
 
     @property
     def reasoning(self) -> str:
         """The thoughts so far."""
-        return "".join(delta.reasoning for delta in self._deltas)
+        return "".join(delta.reasoning for delta in self._deltas or ())
 
     @property
     def tokens(self) -> int:
         """Pieces of the answer so far."""
-        return len(self._deltas)
+        return len(self._deltas or ())
 
     @enable_ki_protection
     def cancel(self) -> None:
@@ -107,7 +142,7 @@ class Reply:
         """
         await trio.lowlevel.checkpoint()
         while self.outcome is None:
-            await self._news.park()
+            await self._park()
         return self.outcome
 
     async def result(self) -> Result:
@@ -151,11 +186,16 @@ class Reply:
           RequestFailed: if there are no more, and it failed.
         """
         await trio.lowlevel.checkpoint()
-        while self.outcome is None and len(self._deltas) <= start:
-            await self._news.park()
-        if len(self._deltas) <= start:
+        while self.outcome is None and self.tokens <= start:
+            await self._park()
+        if self.tokens <= start:
             self._finished()
-        return self._deltas[start:]
+        return (self._deltas or [])[start:]
+
+    async def _park(self) -> None:
+        if self._news is None:
+            self._news = trio.lowlevel.ParkingLot()
+        await self._news.park()
 
     def _finished(self) -> Finished:
         match self.outcome:
@@ -168,25 +208,79 @@ class Reply:
             case None:
                 raise AssertionError("no outcome yet")
 
+    @property
+    def has_run(self) -> bool:
+        """Whether it has ever had a slot."""
+        return self._tries > 0
+
     # -- for the work --------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Note that the request has a slot."""
-        self._running = True
+    def begin(self) -> Request | None:
+        """Note that the request has a slot, and return what to ask.
 
-    def emit(self, piece: Delta | PromptProgress) -> None:
+        None if the answer had reached its bound when its model died: nothing is to be asked.
+        """
+        self._running = True
+        self._tries += 1
+        self._admitted = False
+        self._begun_with = self.tokens
+        self.resumed += self._interrupted
+        self._interrupted = False
+        if not self.resumed:
+            return self.request
+        return take_up(self.request, self.text, self._made)
+
+    def emit(self, piece: Admitted | Delta | PromptProgress) -> None:
         """Take a piece of the answer."""
+        self._admitted = True
         if isinstance(piece, PromptProgress):
             self.progress = piece
-        else:
+        elif isinstance(piece, Delta):
+            self._deltas = self._deltas or []
             self._deltas.append(piece)
-        self._news.unpark_all()
+        self._wake()
+
+    def may_run_again(self) -> bool:
+        """Say whether another model may have it, now that its own died.
+
+        It may, if that model had not begun with it, or if it is to be taken up again; but not twice
+        in a row to no avail, for it may be what kills them.
+        """
+        advanced = self.tokens > self._begun_with
+        self._fruitless = 0 if advanced else self._fruitless + 1
+        resumable = self.request.on_crash == "resume" and not self.reasoning
+        return self._fruitless <= 1 and (resumable or not self._admitted)
+
+    def leave_slot(self) -> None:
+        """Note that it waits again, to be run by another model."""
+        self._running = False
+        self._interrupted = self._admitted
+        if self._prompt is None and self.progress is not None:
+            self._prompt = self.progress.total
+        self.progress = None
+        self._made += self._made_this_time()
+
+    def _made_this_time(self) -> int:
+        spoken = [delta for delta in (self._deltas or ())[self._begun_with :] if delta.text]
+        return (spoken[-1].generated or len(spoken)) if spoken else 0
+
+    def whole(self, finished: Finished) -> Finished:
+        """Count those tokens to the answer that earlier models made, and not to the prompt."""
+        if not self._made:
+            return finished
+        usage, made = finished.usage, self._made
+        prompt = self._prompt if self._prompt is not None else max(usage.prompt - made, 0)
+        return attrs.evolve(finished, usage=Usage(prompt, usage.cached, usage.completion + made))
 
     def settle(self, outcome: Outcome) -> None:
         """Take the outcome, the only one."""
         assert self.outcome is None, f"{self!r} has an outcome already"
-        self.outcome = outcome
-        self._news.unpark_all()
+        self.outcome = attrs.evolve(outcome, resumed=self.resumed) if self.resumed else outcome
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._news is not None:
+            self._news.unpark_all()
 
 
 class TextReader:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
+from itertools import count
 
 import attrs
 import trio
@@ -11,6 +13,7 @@ import trio
 from llamatrio.config import ModelConfig
 from llamatrio.errors import LlamatrioError, ProviderClosed, WrongPhase
 from llamatrio.lifecycle.phases import GOALS, Answer, Event, Phase
+from llamatrio.lifecycle.policy import Policy
 
 
 @attrs.define(eq=False)
@@ -20,16 +23,28 @@ class Verb:
     Attributes:
       event: What is wanted.
       config: The new configuration, for RECONFIGURE.
+      policy: The policy to take with it, if any.
       on_effect: Is called when the wish begins to come true.
       error: Why it did not, if it did not.
       withdrawn: Whether the caller has given it up.
+      drain: Whether a STOP serves first what was accepted.
+      drain_timeout: Seconds that this may take; None for any time.
+      deadline: When it ends, on Trio's clock.
+      timer: The scope of whoever waits for that.
+      order: Tells which of two wishes came first.
     """
 
     event: Event
     config: ModelConfig | None = None
+    policy: Policy | None = None
     on_effect: Callable[[], None] = lambda: None
     error: Exception | None = None
     withdrawn: bool = False
+    drain: bool = False
+    drain_timeout: float | None = None
+    deadline: float = math.inf
+    timer: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    order: int = attrs.field(factory=count().__next__, init=False)
     _done: trio.Event = attrs.field(factory=trio.Event)
 
     def answer(self, error: Exception | None = None) -> None:
@@ -59,6 +74,7 @@ class Verbs:
 
     def __init__(self) -> None:
         self._waiting: list[Verb] = []
+        self._reached: list[Verb] = []
         self._postponed: list[Verb] = []
 
     def note(self, verb: Verb, answer: Answer, phase: Phase) -> None:
@@ -80,10 +96,14 @@ class Verbs:
         """Say whether a wish of this kind is postponed."""
         return any(verb.event is event and not verb.withdrawn for verb in self._postponed)
 
-    def answer_reached(self, phase: Phase) -> None:
-        """Answer those that waited for this phase."""
-        reached = [verb for verb in self._waiting if phase in GOALS[verb.event]]
+    def reach(self, phase: Phase) -> None:
+        """Note which have what they waited for; `release` answers them."""
+        self._reached += [verb for verb in self._waiting if phase in GOALS[verb.event]]
         self._waiting = [verb for verb in self._waiting if phase not in GOALS[verb.event]]
+
+    def release(self) -> None:
+        """Answer those that have what they waited for."""
+        reached, self._reached = self._reached, []
         for verb in reached:
             verb.answer()
 
@@ -92,15 +112,34 @@ class Verbs:
         postponed, self._postponed = self._postponed, []
         return [verb for verb in postponed if not verb.withdrawn]
 
-    def fail(self, event: Event, error: LlamatrioError, *, postponed: bool = True) -> None:
-        """Answer every wish of one kind with an error; those that are postponed only if told so."""
-        for verbs in (self._waiting, self._postponed) if postponed else (self._waiting,):
+    def fail(
+        self,
+        event: Event,
+        error: LlamatrioError,
+        *,
+        waiting: bool = True,
+        postponed: bool = True,
+        before: Verb | None = None,
+    ) -> None:
+        """Answer every wish of one kind with an error.
+
+        Args:
+          event: The kind.
+          error: What to raise in those who wait.
+          waiting: Whether those that wait for a phase are meant.
+          postponed: Whether those that are postponed are meant.
+          before: Only those that came before this one.
+        """
+        meant = [self._waiting] * waiting + [self._postponed] * postponed
+        for verbs in meant:
             for verb in [verb for verb in verbs if verb.event is event]:
-                verb.answer(_renewed(error))
-                verbs.remove(verb)
+                if before is None or verb.order < before.order:
+                    verb.answer(_renewed(error))
+                    verbs.remove(verb)
 
     def finish(self) -> None:
         """Answer everybody, when the provider has ended: those who wanted an end have got it."""
+        self.release()
         for verb in (*self._waiting, *self._postponed):
             wanted_an_end = verb.event in (Event.STOP, Event.UNLOAD)
             verb.answer(None if wanted_an_end else ProviderClosed("the provider was closed"))

@@ -19,9 +19,9 @@ from llamatrio.child.pumps import Tally
 from llamatrio.config import ModelConfig
 from llamatrio.errors import LlamatrioError
 from llamatrio.outcomes import Finished
-from llamatrio.requests import Delta, PromptProgress, Request
+from llamatrio.requests import Admitted, Delta, PromptProgress, Request
 
-Emit: TypeAlias = Callable[[Delta | PromptProgress], None]
+Emit: TypeAlias = Callable[[Admitted | Delta | PromptProgress], None]
 
 
 class ModelSession(ABC):
@@ -38,8 +38,8 @@ class ModelSession(ABC):
 
         Args:
           request: What is asked.
-          emit: Takes each piece of the answer and each progress of the prompt, in order. It never
-            waits.
+          emit: Takes each piece of the answer and each progress of the prompt, in order, and before
+            them, if that is known, that the model has begun with it. It never waits.
 
         Cancellation: ends the work on the request, on the model's side too, as soon as that is
         possible, and leaves the model loaded.
@@ -90,6 +90,19 @@ class Awake:
 
 
 @attrs.frozen
+class Unexpected:
+    """The model's side wrote what means nothing, where only records belong.
+
+    Attributes:
+      data: The last of it, cut to a bound.
+      count: How many lines there were since this was last told.
+    """
+
+    data: bytes
+    count: int = 1
+
+
+@attrs.frozen
 class Ended:
     """The generation is over. The last thing that it tells.
 
@@ -102,7 +115,7 @@ class Ended:
     exit: Exit | None = None
 
 
-SessionEvent: TypeAlias = LoadProgress | Opened | Asleep | Awake | Ended
+SessionEvent: TypeAlias = LoadProgress | Opened | Asleep | Awake | Unexpected | Ended
 Publish: TypeAlias = Callable[[SessionEvent], None]
 
 
@@ -128,6 +141,14 @@ class Backend(ABC):
     def dropped_log_lines(self) -> int:
         """Log lines that were lost because whoever takes them was too slow."""
         return 0
+
+    def signs_of_life(self) -> object:
+        """Return a value that is another one if the model's side did anything in between.
+
+        It is compared with earlier ones, and means nothing otherwise. None says that nothing is
+        known. Taking it is cheap, and never raises.
+        """
+        return None
 
     def check(self, config: ModelConfig) -> None:
         """Refuse a configuration that cannot work, without looking at any file.

@@ -9,8 +9,8 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -19,6 +19,7 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
+from llamatrio.child.cpu import cpu_hundredths
 from llamatrio.child.exits import Exit
 from llamatrio.child.launch import (
     Address,
@@ -41,8 +42,10 @@ from llamatrio.errors import (
     ChildDied,
     ChildError,
     LoadFailed,
+    ModelChanged,
     ModelFileError,
     SpawnError,
+    WakeFailed,
 )
 from llamatrio.session.base import (
     Asleep,
@@ -52,11 +55,14 @@ from llamatrio.session.base import (
     LoadProgress,
     Opened,
     Publish,
+    Unexpected,
 )
 from llamatrio.session.http import HttpSession
+from llamatrio.session.identity import Digests, Guard, Identity, files_of, take_identity
 from llamatrio.session.sockets import private_address
 from llamatrio.wire.records import Downloading, Loading, Ready, Record, Sleeping, Unknown
 
+_QUIET: Final = 1.0  # seconds for which further unexpected lines are only counted
 _LINGER: Final = 0.5  # seconds for which logging handlers may go on after the child's end
 
 
@@ -87,6 +93,7 @@ class ServerBackend(Backend):
         self._ladder = ladder or Ladder()
         self._bounds = bounds or Bounds()
         self._tally = Tally()
+        self._digests = Digests()
         self._dropped = 0  # by children that have ended
         self._logs: LogChannel | None = None
         self._pid: int | None = None
@@ -114,20 +121,37 @@ class ServerBackend(Backend):
         """Log lines that were lost because handlers of the logger were too slow."""
         return self._dropped + (self._logs.dropped if self._logs else 0)
 
+    def signs_of_life(self) -> object:
+        """Return the child's CPU time and what came out of its pipes, and how much was hashed."""
+        cpu = None if self._pid is None else cpu_hundredths(self._pid)
+        pipes = self._tally
+        return cpu, pipes.stdout_bytes, pipes.stderr_bytes, self._digests.bytes_read
+
     def check(self, config: ModelConfig) -> None:
         """Refuse what this kind of child cannot honour."""
         check(self._kind, config)
 
     async def inspect(self, config: ModelConfig) -> None:
-        """Refuse a model that is missing, unreadable or no GGUF file, and a missing program.
+        """Refuse a missing program, and a model that is missing, unreadable, no GGUF file, or not
+        the one that is pinned.
 
-        Cancellation: takes effect between two files.
+        Cancellation: takes effect between two files, or two parts of a file that is hashed.
         """
+        await self._inspect(config)
+
+    async def _inspect(self, config: ModelConfig) -> tuple[Identity, ...]:
         find_program(self._kind)
-        files = (config.model, config.mmproj, config.draft_model, *(x.path for x in config.lora))
-        for path in files:
-            if path is not None:
-                await trio.to_thread.run_sync(check_gguf, path)
+        files = await trio.to_thread.run_sync(take_identity, config)
+        for path in files_of(config):
+            await trio.to_thread.run_sync(check_gguf, path)
+        if config.model is not None and config.sha256 is not None:
+            await self._check_digest(config.model, files[0], config.sha256)
+        return files
+
+    async def _check_digest(self, path: str, file: Identity, pinned: str) -> None:
+        if complaint := await self._digests.mismatch(file, pinned):
+            reason = f"{complaint}: get the right file again, or correct `sha256`"
+            raise ModelFileError(path, reason)
 
     @enable_ki_protection
     async def run(self, config: ModelConfig, publish: Publish) -> None:
@@ -136,7 +160,7 @@ class ServerBackend(Backend):
         Raises:
           SpecificationError: if the configuration, its files or the program cannot work.
         """
-        await self.inspect(config)
+        files = await self._inspect(config)  # before the spawn: what comes later was not loaded
         with ExitStack() as place:
             address = place.enter_context(private_address(self._runtime_dir))
             key = secrets.token_hex(32)
@@ -146,8 +170,9 @@ class ServerBackend(Backend):
                 place.close()  # before anybody learns of the end
                 publish(end)
 
-            session = HttpSession(address, key)
-            told = _Translator(self, session, config, publish, publish_end, launch.secrets)
+            guard = Guard(files, config.sha256, self._digests)
+            told = _Translator(self, guard, config, publish, publish_end, launch.secrets)
+            told.session = HttpSession(address, key, told.check)
             await self._run_child(launch, told)
 
     def _plan(self, config: ModelConfig, address: Address, key: str) -> Launch:
@@ -173,7 +198,8 @@ class ServerBackend(Backend):
             nursery.start_soon(_forward, handlers, logs, self._logger)
             listener.logs = logs
             try:
-                await run_child(launch, listener, logs, self._tally)
+                with listener.alive:
+                    await run_child(launch, listener, logs, self._tally)
             except SpawnError as exc:
                 failure = exc  # raised below, bare
             finally:
@@ -195,30 +221,62 @@ class _Translator:
     """From the child's records to what the lifecycle understands."""
 
     logs: LogChannel
+    session: HttpSession
 
     def __init__(
         self,
         backend: ServerBackend,
-        session: HttpSession,
+        guard: Guard,
         config: ModelConfig,
         publish: Publish,
         publish_end: Callable[[Ended], None],
         secrets: tuple[str, ...],
     ) -> None:
         self._backend = backend
-        self._session = session
+        self._guard = guard
         self._config = config
         self._publish = publish
         self._publish_end = publish_end
         self._secrets = secrets
         self._opened = False
+        self._asleep = False
+        self._waking = False
+        self._fault: ChildError | None = None
+        self._unexpected = 0  # lines on stdout since the last that was told
+        self._quiet_until = -math.inf
+        self.alive = trio.CancelScope()  # around the child; a fault that a request finds cancels it
+
+    async def check(self) -> None:
+        """Refuse a model that has changed while it slept, and end its child."""
+        try:
+            await self._guard.check()
+        except ModelChanged as exc:
+            self._fault = exc
+            self.session.break_off(exc)
+            self.alive.cancel()
+            raise
 
     def on_spawn(self, pid: int) -> None:
         self._backend._pid = pid  # noqa: SLF001 - one class in two parts
 
+    @contextmanager
+    def _breaking_off(self) -> Iterator[None]:
+        """Close the connections of a child that is about to be ended for what it says."""
+        try:
+            yield
+        except ChildError as fault:
+            self.session.break_off(fault)
+            raise
+
     def on_record(self, record: Record) -> None:
+        with self._breaking_off():
+            self._guard.on_record(record)
+            self._tell(record)
+
+    def _tell(self, record: Record) -> None:
         match record:
             case Loading():
+                self._waking = self._asleep
                 self._publish(LoadProgress(record.value, record.stage, record.stages))
             case Downloading():
                 share = record.downloaded / record.total if record.total > 0 else None
@@ -226,6 +284,7 @@ class _Translator:
             case Ready():
                 self._on_ready(record)
             case Sleeping():
+                self._asleep = True
                 self._publish(Asleep())
             case Unknown():
                 state = redact(record.state, self._secrets)[:200]
@@ -233,30 +292,40 @@ class _Translator:
 
     def _on_ready(self, record: Ready) -> None:
         if record.info is not None:  # null after sleep: what we know stays true
-            self._session.learn(record.info)
+            self.session.learn(record.info)
+        self._asleep = self._waking = False
         if self._opened:
             self._publish(Awake())
         else:
             self._opened = True
-            self._publish(Opened(self._session))
+            self._publish(Opened(self.session))
 
     def on_unexpected(self, data: bytes) -> None:
         self.logs.put(f"W unexpected output on stdout: {data[:200]!r}")
+        self._unexpected += 1
+        if trio.current_time() >= self._quiet_until:
+            self._quiet_until = trio.current_time() + _QUIET
+            with self._breaking_off():
+                self._publish(Unexpected(data[:200], self._unexpected))
+            self._unexpected = 0
 
     def last_cut(self) -> float:
-        return self._session.last_cut
+        return self.session.last_cut
 
     def on_exit(self, exit: Exit, fault: ChildError | None) -> None:
         self._backend._pid = None  # noqa: SLF001 - one class in two parts
-        self._publish_end(Ended(fault or self._cause(exit), exit))
+        self._publish_end(Ended(fault or self._fault or self._cause(exit), exit))
 
     def _cause(self, exit: Exit) -> ChildError | None:
         if exit.asked:
             return None
+        why = f": {exit.headline}" if exit.headline else ""
+        what = f"the child {exit} while loading {self._config.model!r}"
+        if self._waking:
+            return WakeFailed(f"{what} again after sleep{why}", exit)
         if exit.ready:
             return ChildDied(f"the child {exit}", exit)
-        why = f": {exit.headline}" if exit.headline else ""
-        return LoadFailed(f"the child {exit} while loading {self._config.model!r}{why}", exit)
+        return LoadFailed(f"{what}{why}", exit)
 
 
 # -- what a child is made of -------------------------------------------------------------------

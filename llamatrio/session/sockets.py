@@ -59,7 +59,7 @@ else:
                 _sweep(parent)
                 directory = Path(tempfile.mkdtemp(prefix=_NAME, dir=parent))  # mode 0700
                 path = str(directory / f"{secrets.token_hex(4)}.sock")
-                stack.callback(_remove, directory, path)
+                stack.callback(_remove, directory, path, os.getpid())
                 stack.callback(os.close, _lock(directory))
             except OSError as exc:
                 raise SpecificationError(f"cannot make a directory for a socket: {exc}") from exc
@@ -78,7 +78,9 @@ else:
         unnamed.rename(directory / _LOCK)
         return fd
 
-    def _remove(directory: Path, path: str) -> None:
+    def _remove(directory: Path, path: str, owner: int) -> None:
+        if os.getpid() != owner:  # a forked copy of the program, which owns nothing
+            return
         # By name first: rmtree takes descriptors, and there may be none left.
         with contextlib.suppress(OSError):
             for file in (path, directory / _LOCK):

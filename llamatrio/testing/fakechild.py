@@ -29,6 +29,8 @@ Step                       Effect
 ``F seconds``              leave a grandchild that holds all pipes for that long
 ``F! seconds``             the same in a session of its own, out of reach of a group signal
 ``H mode [operand ...]``   serve HTTP from now on; a later ``H`` changes the mode
+``Q``                      wait for a request that no ``Q`` has seen yet
+``A``                      let the requests of mode ``late`` be answered
 =========================  ======================================================================
 
 ``H`` listens on the unix socket named by ``--host``, or else by ``LLAMATRIO_SOCKET``, in a thread
@@ -41,6 +43,7 @@ Mode                       Answer to a completion or chat completion
 ``ok``                     a few pieces and the right end, streamed
 ``stream [N [seconds]]``   N pieces (20) that many seconds apart (0.01), and the right end
 ``hang``                   none; the connection stays open
+``late``                   as ok, once the step ``A`` was taken
 ``drop``                   headers and two pieces; then the connection is closed
 ``garbage``                as ok, but the second event is not JSON
 ``big``                    as ok, but the second event is one line of 20 MB
@@ -180,6 +183,17 @@ class _Child:
             self._server = _Server(_socket_path(self._options))
         self._server.mode = (mode, *operands)
 
+    def wait_request(self) -> None:
+        self._serving().arrived.acquire()
+
+    def let_answer(self) -> None:
+        self._serving().may_answer.set()
+
+    def _serving(self) -> _Server:
+        if self._server is None:
+            raise ValueError("a step needs H before it")
+        return self._server
+
     def _read_line(self) -> bytes:
         """Return the next line of stdin, or nothing at its end, whatever is left unfinished."""
         while b"\n" not in self._unread:
@@ -224,6 +238,8 @@ _STEPS: Final[Mapping[str, _Step]] = {
     "F": _Step(_Child.fork, 1),
     "F!": _Step(_Child.fork_apart, 1),
     "H": _Step(_Child.serve, 1, 2),
+    "Q": _Step(_Child.wait_request, 0),
+    "A": _Step(_Child.let_answer, 0),
 }
 
 
@@ -325,9 +341,12 @@ def _read_request(connection: socket.socket) -> _Request:
 class _Exchange:
     """One request and the answer to it."""
 
-    def __init__(self, connection: socket.socket, request: _Request) -> None:
+    def __init__(
+        self, connection: socket.socket, request: _Request, may_answer: threading.Event
+    ) -> None:
         self._connection = connection
         self.request = request
+        self.may_answer = may_answer
         self.events = 0
 
     def answer(self, status: str, document: object) -> None:
@@ -410,6 +429,11 @@ def _answer_slowly(exchange: _Exchange, count: str = "20", seconds: str = "0.01"
     exchange.finish(int(count))
 
 
+def _answer_late(exchange: _Exchange) -> None:
+    exchange.may_answer.wait()
+    _answer_ok(exchange)
+
+
 def _answer_never(exchange: _Exchange) -> None:
     exchange.pause(None)
 
@@ -449,6 +473,7 @@ def _error(code: int, message: str, kind: str) -> dict[str, object]:
 _ANSWERS: Final[Mapping[str, Callable[..., None]]] = {
     "ok": _answer_ok,
     "stream": _answer_slowly,
+    "late": _answer_late,
     "hang": _answer_never,
     "drop": _answer_half,
     "garbage": _answer_garbage,
@@ -463,6 +488,8 @@ class _Server:
 
     def __init__(self, path: str) -> None:
         self.mode: tuple[str, ...] = ("ok",)
+        self.arrived = threading.Semaphore(0)
+        self.may_answer = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
         self._listener.listen(128)
@@ -482,7 +509,7 @@ class _Server:
             _record(
                 method=request.method, path=request.path, headers=request.headers, body=request.body
             )
-            exchange = _Exchange(connection, request)
+            exchange = _Exchange(connection, request, self.may_answer)
             try:
                 self._answer(exchange)
             except ConnectionError:
@@ -494,8 +521,9 @@ class _Server:
         mode, *operands = self.mode
         if exchange.request.path == "/health" and mode != "hang":
             exchange.answer("200 OK", {"status": "ok"})
-        else:
-            _ANSWERS[mode](exchange, *operands)
+            return
+        self.arrived.release()
+        _ANSWERS[mode](exchange, *operands)
 
 
 def _main(arguments: Sequence[str]) -> NoReturn:

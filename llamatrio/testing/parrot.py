@@ -35,6 +35,13 @@ metadata keys are those which llama.cpp reads for this architecture and tokenize
 
 Only all-zero tensors grow with `layers` and `feed_forward`, and they are never written: they are
 holes. So a parrot can be hundreds of megabytes long, or slow, and still occupy 0.8 MB of disk.
+
+What others there are
+---------------------
+Without `output`, the state of a text's tokens is what an embedding is made of: the mean of
+one-hot vectors counts the bytes of the text. A classification head on that mean reads a score off
+it, and makes a model that ranks documents. `write_embedding_parrot` and `write_reranking_parrot`
+make these two; they know no words, only bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +55,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final, TypeAlias
+from typing import BinaryIO, Final, Literal, TypeAlias
 
 TEXT: Final = (
     "Good morning from your small grey parrot, who has read no books, knows one speech by heart, "
@@ -73,6 +80,7 @@ _F32_BYTES: Final = 4
 _NORMAL: Final = 1
 _UNKNOWN: Final = 2
 _CONTROL: Final = 3
+_USER_DEFINED: Final = 4
 _BYTE: Final = 6
 
 _UNK_ID: Final = 0
@@ -103,6 +111,12 @@ class _Array:
 
 
 _Value: TypeAlias = str | int | float | bool | _Array
+
+Pooling: TypeAlias = Literal["mean", "cls", "last"]
+_POOLINGS: Final[Mapping[str, int]] = {"mean": 1, "cls": 2, "last": 3, "rank": 4}  # llama.h
+
+_EPSILON: Final = 1e-5  # of every norm
+_EAGERNESS: Final = 8.0  # the logit of a pair of texts that is nothing but the favourite character
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +150,7 @@ def write_parrot(
     text: str = TEXT,
     *,
     loop: bool = False,
+    listens: bool = False,
     context: int = 4096,
     layers: int = 1,
     feed_forward: int = 8,
@@ -150,6 +165,8 @@ def write_parrot(
       text: What to recite, character for character. Usually each word is one token; a word that
         repeats, or that is very short, shares a token with the word after it.
       loop: Recite for ever; only a limit such as ``n_predict`` or the context ends an answer.
+      listens: Know its own words in a prompt, as one token each, so that it goes on from the last
+        of them. Otherwise every prompt is bytes, and it begins at the beginning.
       context: The context length which the model claims, in tokens.
       layers: Number of layers. Each adds nothing to the answer and its share to the cost.
       feed_forward: Rows of each feed-forward matrix. A layer is about ``4 * embedding * 3 *
@@ -168,31 +185,40 @@ def write_parrot(
         raise ValueError("context, layers and feed_forward must be at least 1")
     spoken = text + " " if loop else text
     pieces = _split_into_pieces(spoken)
+    if listens:  # such tokens are looked for in the text as it stands, before any are merged
+        pieces = [piece.replace(_SPACE, " ") for piece in pieces]
     vocabulary = [*_SPECIAL_TOKENS, *pieces]
     embedding = _round_up(len(vocabulary), 32)
     metadata = {
-        **_architecture(context, layers, feed_forward, embedding, len(vocabulary)),
-        **_tokenizer(vocabulary),
+        **_architecture("llama", context, layers, feed_forward, embedding, len(vocabulary)),
+        **_tokenizer(vocabulary, _USER_DEFINED if listens else _NORMAL),
     }
     tensors = [
-        *_ends(len(vocabulary), embedding, _successors(len(pieces), loop)),
+        *_input(len(vocabulary), embedding),
+        _output(len(vocabulary), embedding, _successors(len(pieces), loop)),
         *_empty_layers(layers, embedding, feed_forward),
     ]
     target = Path(path)
-    with _replacing(target) as file:
-        size = _write_gguf(file, metadata, tensors)
+    size = _write(target, metadata, tensors)
     return Parrot(path=target, text=spoken, tokens=len(pieces), size=size, loop=loop)
 
 
 def write_slow_parrot(
-    path: str | os.PathLike[str], text: str = TEXT, *, loop: bool = False, context: int = 4096
+    path: str | os.PathLike[str],
+    text: str = TEXT,
+    *,
+    loop: bool = False,
+    listens: bool = False,
+    context: int = 4096,
 ) -> Parrot:
     """Write a parrot that needs about 5 ms of CPU for a token, and 1 ms for one of the prompt.
 
     It is 95 MB long and loads in about 0.1 s. Arguments, result and errors are those of
     `write_parrot`; the times were measured on one thread of a shared server core.
     """
-    return write_parrot(path, text, loop=loop, context=context, layers=8, feed_forward=3072)
+    return write_parrot(
+        path, text, loop=loop, listens=listens, context=context, layers=8, feed_forward=3072
+    )
 
 
 def write_large_parrot(
@@ -206,13 +232,141 @@ def write_large_parrot(
     return write_parrot(path, text, loop=loop, context=context, layers=16, feed_forward=8192)
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingParrot:
+    """A model that was written to embed texts, and what to expect of it."""
+
+    path: Path
+    """Where the file is."""
+
+    pooling: Pooling
+    """What it makes of the vectors of a text's tokens."""
+
+    dimensions: int
+    """Numbers of a vector."""
+
+    def embed(self, text: str) -> tuple[float, ...]:
+        """Return the vector of a text, of length 1.
+
+        It holds for the model's own pooling, and for a text that `count_prompt_tokens` holds for.
+        """
+        tokens = _prompt_tokens(text)
+        kept = {"mean": tokens, "cls": tokens[:1], "last": tokens[-1:]}[self.pooling]
+        counts = [float(kept.count(token)) for token in range(self.dimensions)]
+        length = math.hypot(*counts)
+        return tuple(count / length for count in counts)
+
+
+@dataclass(frozen=True, slots=True)
+class RerankingParrot:
+    """A model that was written to rank documents, and what to expect of it."""
+
+    path: Path
+    """Where the file is."""
+
+    favourite: str
+    """The character that it likes to see, in the query as well as in the document."""
+
+    def score(self, query: str, document: str) -> float:
+        """Return what it thinks of a document: 0.5 without the favourite, and more the more often
+        it stands there, relative to the tokens of both texts together."""
+        tokens = _prompt_tokens(query + document)
+        share = tokens.count(_byte_token(ord(self.favourite))) / len(tokens)
+        return 1 / (1 + math.exp(-_EAGERNESS * share))
+
+
+def write_embedding_parrot(
+    path: str | os.PathLike[str],
+    pooling: Pooling = "mean",
+    *,
+    causal: bool = False,
+    context: int = 4096,
+    layers: int = 1,
+    feed_forward: int = 8,
+) -> EmbeddingParrot:
+    """Write a model that embeds texts by counting their bytes.
+
+    The vector of a token is one-hot, so that the mean of a text's says how often each byte is in
+    it, whatever their order.
+
+    Args:
+      path: The file to make; its directory must exist.
+      pooling: What the model makes of the vectors of a text's tokens; a child that is told nothing
+        else does so.
+      causal: Whether it reads in one direction, and with a cache, as models that generate do. Most
+        models for embeddings do not.
+      context: The context length which the model claims, in tokens.
+      layers: As of `write_parrot`.
+      feed_forward: As of `write_parrot`.
+
+    Returns:
+      What was written.
+
+    Raises:
+      OSError: if the file cannot be written; nothing is left behind.
+    """
+    architecture = "llama" if causal else "llama-embed"
+    metadata: dict[str, _Value] = {
+        **_wordless(architecture, context, layers, feed_forward),
+        f"{architecture}.pooling_type": _POOLINGS[pooling],
+        f"{architecture}.attention.causal": causal,
+    }
+    tensors = [*_input(_WORDLESS, _WIDTH), *_empty_layers(layers, _WIDTH, feed_forward)]
+    target = Path(path)
+    _write(target, metadata, tensors)
+    return EmbeddingParrot(target, pooling, _WIDTH)
+
+
+def write_reranking_parrot(
+    path: str | os.PathLike[str], favourite: str = "!", *, context: int = 4096
+) -> RerankingParrot:
+    """Write a model that ranks documents by how much of a favourite character is in them.
+
+    Its head has two labels, as that of Qwen3's rerankers: the score is the probability of "yes".
+
+    Args:
+      path: The file to make; its directory must exist.
+      favourite: One character of ASCII, and no space.
+      context: The context length which the model claims, in tokens.
+
+    Returns:
+      What was written.
+
+    Raises:
+      ValueError: if the favourite is none.
+      OSError: if the file cannot be written; nothing is left behind.
+    """
+    if len(favourite) != 1 or not favourite.isascii() or favourite == " ":
+        raise ValueError(f"a favourite is one character of ASCII and no space, not {favourite!r}")
+    metadata: dict[str, _Value] = {
+        **_wordless("qwen3", context, 1, 8),
+        "qwen3.pooling_type": _POOLINGS["rank"],
+        "qwen3.classifier.pooling_type": _POOLINGS["mean"],
+        "qwen3.classifier.output_labels": _strings(("yes", "no")),
+        "qwen3.attention.causal": False,
+    }
+    norms = [_Tensor(f"blk.0.attn_{x}_norm.weight", (_HEAD_SIZE,), _ones(_HEAD_SIZE)) for x in "qk"]
+    tensors = [*_input(_WORDLESS, _WIDTH), *_empty_layers(1, _WIDTH, 8), *norms, _head(favourite)]
+    target = Path(path)
+    _write(target, metadata, tensors)
+    return RerankingParrot(target, favourite)
+
+
 def count_prompt_tokens(prompt: str) -> int:
     """Return how many tokens a parrot makes of a prompt, the beginning of sequence included.
 
     The same for every parrot. It holds for a prompt that does not spell out a special token, such
     as ``</s>``; for a chat, apply it to the prompt which the template makes of the messages.
     """
-    return 1 + len(prompt.replace(" ", _SPACE).encode())
+    return len(_prompt_tokens(prompt))
+
+
+def _prompt_tokens(prompt: str) -> list[int]:
+    return [_BOS_ID, *map(_byte_token, prompt.replace(" ", _SPACE).encode())]
+
+
+def _byte_token(byte: int) -> int:
+    return _SPECIAL_TOKENS.index(f"<0x{byte:02X}>")
 
 
 # The vocabulary
@@ -249,32 +403,40 @@ def _successors(pieces: int, loop: bool) -> list[int]:
 
 
 def _architecture(
-    context: int, layers: int, feed_forward: int, embedding: int, vocabulary: int
+    name: str, context: int, layers: int, feed_forward: int, embedding: int, vocabulary: int
 ) -> dict[str, _Value]:
     return {
-        "general.architecture": "llama",
+        "general.architecture": name,
         "general.name": "parrot",
-        "llama.context_length": context,
-        "llama.embedding_length": embedding,
-        "llama.block_count": layers,
-        "llama.feed_forward_length": feed_forward,
-        "llama.attention.head_count": 1,
-        "llama.attention.head_count_kv": 1,
-        "llama.attention.key_length": _HEAD_SIZE,
-        "llama.attention.value_length": _HEAD_SIZE,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.rope.dimension_count": _HEAD_SIZE,
-        "llama.vocab_size": vocabulary,
+        f"{name}.context_length": context,
+        f"{name}.embedding_length": embedding,
+        f"{name}.block_count": layers,
+        f"{name}.feed_forward_length": feed_forward,
+        f"{name}.attention.head_count": 1,
+        f"{name}.attention.head_count_kv": 1,
+        f"{name}.attention.key_length": _HEAD_SIZE,
+        f"{name}.attention.value_length": _HEAD_SIZE,
+        f"{name}.attention.layer_norm_rms_epsilon": _EPSILON,
+        f"{name}.rope.dimension_count": _HEAD_SIZE,
+        f"{name}.vocab_size": vocabulary,
     }
 
 
-def _tokenizer(vocabulary: Sequence[str]) -> dict[str, _Value]:
+def _wordless(name: str, context: int, layers: int, feed_forward: int) -> dict[str, _Value]:
+    """Describe a model that knows nothing but bytes."""
+    return {
+        **_architecture(name, context, layers, feed_forward, _WIDTH, _WORDLESS),
+        **_tokenizer(_SPECIAL_TOKENS),
+    }
+
+
+def _tokenizer(vocabulary: Sequence[str], kind: int = _NORMAL) -> dict[str, _Value]:
     count = len(vocabulary)
-    types = [*_SPECIAL_TYPES, *([_NORMAL] * (count - len(_SPECIAL_TYPES)))]
+    types = [*_SPECIAL_TYPES, *([kind] * (count - len(_SPECIAL_TYPES)))]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": _Array(_STRING, count, b"".join(map(_string, vocabulary))),
+        "tokenizer.ggml.tokens": _strings(vocabulary),
         "tokenizer.ggml.scores": _Array(_FLOAT32, count, bytes(count * _F32_BYTES)),
         "tokenizer.ggml.token_type": _Array(_INT32, count, struct.pack(f"<{count}i", *types)),
         "tokenizer.ggml.unknown_token_id": _UNK_ID,
@@ -302,6 +464,10 @@ def _value(value: _Value) -> bytes:
             return struct.pack("<IIQ", _ARRAY, value.element, value.count) + value.encoded
 
 
+def _strings(texts: Sequence[str]) -> _Array:
+    return _Array(_STRING, len(texts), b"".join(map(_string, texts)))
+
+
 def _string(text: str) -> bytes:
     encoded = text.encode()
     return struct.pack("<Q", len(encoded)) + encoded
@@ -324,13 +490,26 @@ class _Tensor:
         return _round_up(math.prod(self.dimensions) * _F32_BYTES, _ALIGNMENT)
 
 
-def _ends(vocabulary: int, embedding: int, successors: Sequence[int]) -> Iterator[_Tensor]:
+def _input(vocabulary: int, embedding: int) -> Iterator[_Tensor]:
+    """Make the embedding of tokens, and the norm that stands at the other end."""
     shape = (embedding, vocabulary)
     identity = ((token, token) for token in range(vocabulary))
-    links = ((successor, token) for token, successor in enumerate(successors))
     yield _Tensor("token_embd.weight", shape, _matrix(shape, identity, 1.0))
     yield _Tensor("output_norm.weight", (embedding,), _ones(embedding))
-    yield _Tensor("output.weight", shape, _matrix(shape, links, _OUTPUT_SCALE))
+
+
+def _output(vocabulary: int, embedding: int, successors: Sequence[int]) -> _Tensor:
+    shape = (embedding, vocabulary)
+    links = ((successor, token) for token, successor in enumerate(successors))
+    return _Tensor("output.weight", shape, _matrix(shape, links, _OUTPUT_SCALE))
+
+
+def _head(favourite: str) -> _Tensor:
+    """Make the rows that read "yes", which likes one token, and "no", which likes none."""
+    lifted = 1 / math.sqrt(1 / _WIDTH + _EPSILON)  # what the last norm makes of a one
+    shape = (_WIDTH, 2)
+    cells = [(0, _byte_token(ord(favourite)))]
+    return _Tensor("cls.output.weight", shape, _matrix(shape, cells, _EAGERNESS / lifted))
 
 
 def _empty_layers(layers: int, embedding: int, feed_forward: int) -> Iterator[_Tensor]:
@@ -366,6 +545,11 @@ def _ones(count: int) -> bytes:
 # The file
 
 
+def _write(path: Path, metadata: Mapping[str, _Value], tensors: Sequence[_Tensor]) -> int:
+    with _replacing(path) as file:
+        return _write_gguf(file, metadata, tensors)
+
+
 def _write_gguf(file: BinaryIO, metadata: Mapping[str, _Value], tensors: Sequence[_Tensor]) -> int:
     """Write the whole file and return its length in bytes."""
     head = struct.pack("<4sIQQ", b"GGUF", _VERSION, len(tensors), len(metadata))
@@ -392,6 +576,10 @@ def _write_gguf(file: BinaryIO, metadata: Mapping[str, _Value], tensors: Sequenc
 
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
+
+
+_WORDLESS: Final = len(_SPECIAL_TOKENS)
+_WIDTH: Final = _round_up(_WORDLESS, 32)
 
 
 @contextlib.contextmanager

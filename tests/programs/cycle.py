@@ -15,7 +15,7 @@ import trio
 
 from llamatrio import Backend, LifecycleActor, ModelConfig, completion_request, open_provider
 from llamatrio.child.launch import Kind
-from llamatrio.provider import ActorFactory
+from llamatrio.ownership import ActorFactory
 
 
 class Accounts:
