@@ -13,6 +13,11 @@ import trio
 
 import llamatrio
 
+if sys.platform == "win32":
+    KILL = signal.SIGTERM
+else:
+    KILL = signal.SIGKILL
+
 
 class Narrator(llamatrio.LifecycleActor):
     """Says what happens to the model."""
@@ -35,7 +40,7 @@ async def main(model: str) -> None:
                 print(text, end="", flush=True)
                 pid = provider.diagnostics().pid
                 if not killed and reply.tokens >= 20 and pid is not None:
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, KILL)
                     killed = True
         print(f"\n{reply.outcome}", file=sys.stderr)
 

@@ -108,7 +108,7 @@ class AttachedProvider(ActorProvider):
 def _set_policy(actor: LifecycleActor, policy: Policy | None) -> None:
     if not isinstance(policy, Policy):
         raise SpecificationError(f"not a Policy: {policy!r}")
-    actor.policy = policy
+    actor.set_policy(policy)
 
 
 @block

@@ -288,9 +288,12 @@ class RequestCancelled(LlamatrioError):
         self.text = text
 
     def __str__(self) -> str:
-        limit = f" of its {self.outcome.limit} limit" if self.outcome.limit else ""
+        by = {
+            "deadline": f"its {self.outcome.limit} limit",
+            "superseded": "a newer one with its key",
+        }.get(self.outcome.by, self.outcome.by)
         where = f"{self.outcome.phase}, after {self.outcome.tokens} tokens"
-        return f"the request was cancelled by {self.outcome.by}{limit} ({where})"
+        return f"the request was cancelled by {by} ({where})"
 
 
 class RequestFailed(LlamatrioError):

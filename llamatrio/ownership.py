@@ -113,6 +113,10 @@ def _make(
 ) -> LifecycleActor:
     if not isinstance(config, ModelConfig):
         raise SpecificationError(f"not a ModelConfig: {config!r}")
+    if policy is not None and not isinstance(policy, Policy):
+        raise SpecificationError(f"not a Policy: {policy!r}")
+    if not isinstance(backend, Backend | Hosted | Stock | Own | None):
+        raise SpecificationError(f"not a backend: {backend!r}; Hosted(), for one, is")
     if isinstance(backend, Hosted | Stock | Own) or backend is None:
         backend = ServerBackend(backend, name=name or "model", runtime_dir=runtime_dir)
     elif name is not None or runtime_dir is not None:

@@ -159,12 +159,19 @@ class ActorProvider(Provider, Calls):
             raise SpecificationError(f"not a Request: {request!r}; see chat_request, for one")
         return self._actor.submit(request)
 
+    @_verb
     @enable_ki_protection
     async def cancel(self, id: int) -> Outcome | None:
         """Give one request up, wherever it stands; see `Provider.cancel`.
 
         Cancellation: abandons the wait; the request is given up all the same.
+
+        Raises:
+          SpecificationError: if that is no number of a request.
+          VerbInHook: at the call, if it is made inside a hook of the actor; `Reply.cancel` works.
         """
+        if not isinstance(id, int):
+            raise SpecificationError(f"not the number of a request: {id!r}; see Reply.id")
         reply = self._actor.find(id)
         if reply is None:
             await trio.lowlevel.checkpoint()
@@ -204,6 +211,8 @@ class ActorProvider(Provider, Calls):
     ) -> AsyncGenerator[None, None]:
         """Start for the length of a block, and stop at its end: `async with provider.running():`.
 
+        It stops whatever runs then, also if somebody else had started: such blocks do not nest.
+
         Args:
           drain: Serve what was accepted when the block ends by itself. An exception, or a cancel,
             stops at once.
@@ -223,7 +232,8 @@ class ActorProvider(Provider, Calls):
                 raise
             yield
             if drain:
-                await self.stop(drain=True, drain_timeout=drain_timeout)
+                with suppress(ProviderClosed):
+                    await self.stop(drain=True, drain_timeout=drain_timeout)
         finally:
             if begun:  # which a cancelled start is, too
                 with trio.CancelScope(shield=True), suppress(ProviderClosed):
@@ -288,6 +298,7 @@ class ActorProvider(Provider, Calls):
         """
         return self.request(request)
 
+    @_verb
     @enable_ki_protection
     async def cancel_current(self) -> tuple[Outcome, ...]:
         """Give up what runs now, and let those that wait have the slots.
@@ -384,12 +395,15 @@ class LocalProvider(ActorProvider):
         actor = self._actor
         if policy is not None and not isinstance(policy, Policy):
             raise SpecificationError(f"not a Policy: {policy!r}")
+        if config is not None and not isinstance(config, ModelConfig):
+            raise SpecificationError(f"not a ModelConfig: {config!r}")
         if config is not None:
             actor.backend.check(config)
             await actor.backend.inspect(config)
             await actor.perform(Verb(Event.RECONFIGURE, config, policy))
         else:
-            actor.policy = policy or actor.policy
+            if policy is not None:
+                actor.set_policy(policy)
             await trio.lowlevel.checkpoint()
 
 

@@ -61,6 +61,8 @@ _REFUSED: Final = {
     "return_progress": "progress is always asked for",
     "stream_options": "the usage is always asked for",
     "response_fields": "the mark at the end of an answer would be lost",
+    "timeout": "use limits=Limits(total=...), or a cancel scope of Trio's",
+    "deadline": "use limits=Limits(total=...), or a cancel scope of Trio's",
 }
 
 
@@ -98,7 +100,7 @@ class Limits:
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (number and value > 0):
-                raise SpecificationError(f"{name} is a number of seconds, not {value!r}")
+                raise SpecificationError(f"{name} is a number of seconds above 0, not {value!r}")
 
 
 NO_LIMITS: Final = Limits()
@@ -125,9 +127,10 @@ class Request:
       supersede: Any hashable key. A request cancels the one before it that has the same key and
         has not come to its end: the newest wins.
       on_crash: With "resume" a request that runs when its model dies is taken up again by the next
-        one, where its answer broke off. What follows need not be what the dead model would have
-        said. Plain completions and chats alone can be taken up: not what follows a grammar, a
-        schema or tools.
+        one, where its answer broke off; but not if two die in a row without adding to it, for it
+        may be what kills them. What follows need not be what the dead model would have said. Plain
+        completions and chats alone can be taken up: not what follows a grammar, a schema or tools.
+        `usage` counts the whole answer, `timings` what the last model did.
 
     Raises:
       SpecificationError: for a path that is none, a body that is not JSON, or a field that cannot
@@ -344,6 +347,8 @@ def chat_request(
     """
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, Iterable) or isinstance(messages, Mapping):
+        raise SpecificationError("messages is a list of objects, or one sentence of the user")
     conversation = [_message(message) for message in messages]
     if system is not None:
         conversation.insert(0, {"role": "system", "content": system})
@@ -397,7 +402,11 @@ def _shape(grammar: str | None, json_schema: Mapping[str, object] | None) -> dic
         raise SpecificationError("an answer follows a grammar or a json_schema, not both")
     if grammar is not None:
         return {"grammar": grammar}
-    return {} if json_schema is None else {"json_schema": dict(json_schema)}
+    if json_schema is None:
+        return {}
+    if not isinstance(json_schema, Mapping):
+        raise SpecificationError(f"json_schema is an object, not {json_schema!r}")
+    return {"json_schema": dict(json_schema)}
 
 
 # -- taking one up again -----------------------------------------------------------------------

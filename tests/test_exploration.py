@@ -124,8 +124,7 @@ class Explored(LifecycleActor):
         return 1.0 if len(lives) < 2 else None
 
     def _step(self, event: Event, verb: Verb | None) -> bool:
-        is_held = event is Event.START and bool(self._held_end or self._drains)
-        if not is_held:
+        if not (event is Event.START and self._must_wait()):
             self.cells.add((self.phase, event))
         assert verb is None or not verb.withdrawn, "its caller had given it up"
         return super()._step(event, verb)

@@ -161,8 +161,9 @@ class Killer:
                 await nursery.start(provider.start)
                 nursery.cancel_scope.cancel()
         elif provider.phase is Phase.STARTED:
+            before = self.kills.total()
             await self.strike("idle" if self.rng.random() < 0.2 else "generating")
-            if provider.phase is not Phase.LOADING:
+            if self.kills.total() == before:
                 return None
         self.submit_some()
         while provider.diagnostics().pid is None:  # noqa: ASYNC110 - nobody tells

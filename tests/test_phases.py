@@ -61,8 +61,8 @@ EXPECTED = {
     """,
     Phase.RESIDENT: """
         start        started    open dispatch               wait
-        stop         resident                               wait
-        unload       unloading  end                         wait
+        stop         resident   interrupt                   wait
+        unload       unloading  interrupt end               wait
         reconfigure  unloading  end                         postpone
         ready        resident
         again        x

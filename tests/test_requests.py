@@ -321,7 +321,9 @@ def test_a_limit_is_a_number_of_seconds(name: str) -> None:
     for good in (1, 0.001, 1e9, math.inf, None):
         assert getattr(limits_with(**{name: good}), name) == good
     for bad in (0, -1, -0.5, math.nan, True, False, "3", [3]):
-        with pytest.raises(SpecificationError, match=f"^{name} is a number of seconds, not "):
+        with pytest.raises(
+            SpecificationError, match=f"^{name} is a number of seconds above 0, not "
+        ):
             limits_with(**{name: bad})
 
 

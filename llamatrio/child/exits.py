@@ -49,7 +49,9 @@ class Exit:
         """
         lines = [line for line in self.tail.splitlines() if line.strip()]
         errors = [message for line in lines if (message := _error(line))]
-        return (errors or [line.strip() for line in lines[-1:]] or [""])[0][:_HEADLINE]
+        # What a killed program had said last is no reason.
+        last = [line.strip() for line in lines[-1:]] if self.signal is None else []
+        return (errors or last or [""])[0][:_HEADLINE]
 
 
 def _error(line: str) -> str | None:

@@ -134,7 +134,7 @@ class LifecycleActor(Hooks):
         self._drains = Drains(self._ring)
         self._generation: Generation | None = None
         self._known: ModelConfig | None = None  # the last configuration that was ever loaded
-        self._lives: deque[Life] = deque(maxlen=REMEMBERED)
+        self._lives: deque[Life] = deque(maxlen=REMEMBERED + 1)
         self._delay = 0.0
         self._held_end: Ended | None = None
         self._last_end: Ended | None = None
@@ -225,9 +225,16 @@ class LifecycleActor(Hooks):
 
         Cancellation: abandons the wait; the stop goes on.
         """
-        if drain_timeout is not None and not drain_timeout >= 0:
-            raise SpecificationError(f"drain_timeout cannot be negative, nor {drain_timeout!r}")
+        number = isinstance(drain_timeout, int | float) and drain_timeout >= 0
+        if drain_timeout is not None and not (drain and number):
+            raise SpecificationError("drain_timeout is a number of seconds, together with drain")
         await self.perform(Verb(Event.STOP, drain=drain, drain_timeout=drain_timeout))
+
+    def set_policy(self, policy: Policy) -> None:
+        """Take a policy, which holds from now on."""
+        self.policy = policy
+        if self._generation is not None:
+            self._generation.look_again()
 
     def watch(self) -> Inbox[Status]:
         """Return an inbox that gets the present status, and every one that follows."""
@@ -400,6 +407,8 @@ class LifecycleActor(Hooks):
 
     def _take_told(self, told: _Told) -> None:
         match told.event:
+            case Opened() | Awake() if self._generation and self._generation.fault:
+                pass  # too late: it is being ended
             case Opened() | Awake():
                 self._progress = self.failure = None
                 self._take(Event.READY)
@@ -528,8 +537,8 @@ class LifecycleActor(Hooks):
         """Say whether a start has to wait for what is on its way: a stop, or the end of a model
         that is known to be dead or at fault."""
         doomed = self._generation is not None and self._generation.fault is not None
-        in_use = self.phase in (Phase.LOADING, Phase.STARTED)
-        return bool(self._held_end or self._drains or (doomed and in_use))
+        loaded = self.phase in (Phase.STARTED, Phase.RESIDENT)
+        return bool(self._held_end or self._drains or (doomed and loaded))
 
     # -- commands ------------------------------------------------------------------------------
 
@@ -563,7 +572,8 @@ class LifecycleActor(Hooks):
     def _adopt(self, verb: Verb) -> None:
         assert verb.config is not None
         self.config = verb.config
-        self.policy = verb.policy or self.policy
+        if verb.policy is not None:
+            self.set_policy(verb.policy)
 
     def _spawn(self, *, fresh: bool) -> None:
         if fresh:
@@ -657,6 +667,8 @@ class LifecycleActor(Hooks):
         self, reply: Reply, generation: Generation, outcome: Outcome, died: bool
     ) -> None:
         generation.finished += isinstance(outcome, Finished)
+        if not self._work:
+            generation.look_again()  # nothing is expected of it now
         if isinstance(outcome, Failed) and isinstance(outcome.error, ModelChanged):
             give_up(generation, outcome.error, self._on_told)
         try:

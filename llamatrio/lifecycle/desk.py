@@ -38,7 +38,7 @@ class Waiting(Collection[Reply]):
         return iter(self._queue)
 
     def __contains__(self, item: object) -> bool:
-        return isinstance(item, Reply) and item.id in self._queue
+        return isinstance(item, Reply) and self._queue.get(item.id) is item
 
 
 class Desk:

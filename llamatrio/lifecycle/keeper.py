@@ -12,7 +12,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from llamatrio.config import ModelConfig
-from llamatrio.errors import ChildError, LlamatrioError
+from llamatrio.errors import ChildError, LlamatrioError, Unkillable
 from llamatrio.lifecycle.policy import Life
 from llamatrio.session.base import (
     Asleep,
@@ -96,6 +96,11 @@ class Generation:
         """Say whether an error is what this generation came to its end of."""
         return error is self.fault or (self.end is not None and error is self.end.error)
 
+    def blame(self, end: Ended) -> Ended:
+        """Let an end name the fault that it was brought about for."""
+        survived = isinstance(end.error, Unkillable)  # which is worse
+        return end if survived else attrs.evolve(end, error=self.fault)
+
     def describe(self, end: Ended, error: LlamatrioError, *, first: bool) -> Life:
         """Sum up this generation, which has come to its end, for the policy."""
         now = trio.current_time()
@@ -118,7 +123,8 @@ class Generation:
                 if self.full is None and (event.value or 0) >= 1:
                     self.full = trio.current_time()
             case Opened():
-                self.session = event.session
+                if self.fault is None:
+                    self.session = event.session
                 self.opened = trio.current_time()
                 self.progress = None
             case Asleep():
@@ -166,9 +172,13 @@ async def keep(
             on_stale()
         else:
             if isinstance(event, Ended) and generation.fault is not None:
-                event = attrs.evolve(event, error=generation.fault)
+                event = generation.blame(event)
             generation.note(event)
-            report(generation, event)
+            try:
+                report(generation, event)
+            except ChildError as exc:  # before its connections are cut: they are to know why
+                generation.fault = generation.fault or exc
+                raise
 
     error: LlamatrioError | None = None
     try:  # around the scope, which first takes a cancel out of a group

@@ -170,8 +170,8 @@ def _table() -> Mapping[tuple[Phase, Event], Step]:
         },
         resident: {
             Event.START: Step(started, (open_, dispatch), wait),
-            Event.STOP: Step(resident, (), wait),
-            Event.UNLOAD: Step(unloading, (end,), wait),
+            Event.STOP: Step(resident, (interrupt,), wait),
+            Event.UNLOAD: Step(unloading, (interrupt, end), wait),
             Event.RECONFIGURE: Step(unloading, (end,), postpone),
             Event.READY: Step(resident),
             Event.GONE: Step(unloaded),

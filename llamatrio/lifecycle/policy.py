@@ -18,6 +18,7 @@ from llamatrio.errors import (
     LlamatrioError,
     ModelChanged,
     SpecificationError,
+    Unkillable,
     WakeFailed,
 )
 
@@ -51,11 +52,11 @@ class Life:
     def permanent(self) -> bool:
         """Whether the next life would end in the same way.
 
-        So it does if it could not even be started, if another file stands where the model was, and
-        if the program left by itself, with a code, before it ever had this model loaded: it has
-        said no. A program that died in its first load, of a signal, has not.
+        So it does if it could not even be started, if another file stands where the model was, if
+        the process is still there, and if the program left by itself, with a code, before it ever
+        had this model loaded: it has said no. One that died in its first load of a signal has not.
         """
-        if isinstance(self.error, SpecificationError | ModelChanged | ClosedError):
+        if isinstance(self.error, SpecificationError | ModelChanged | Unkillable | ClosedError):
             return True
         refused = self.exit is not None and (self.exit.returncode or 0) > 0
         return self.first and not self.opened and refused
@@ -72,10 +73,11 @@ class Policy:
       healthy: Seconds after which a loaded model counts as fruitful even if nothing was asked.
       deaths: How many lives may end within `window`, whatever they had finished.
       window: Seconds.
-      backoff: Seconds before the first life that follows a fruitful one. From the second on they
-        begin with one second and are doubled each time. Each is shortened by up to half, at random,
-        so that several models that died of one cause do not come back at one moment.
-      longest_backoff: Seconds at which the doubling ends.
+      backoff: Seconds before the life that follows the first death. Before the next it is one
+        second, and then twice as long each time, but not less than this. Then each is shortened by
+        up to half, at random, so that several models that died of one cause do not come back at
+        one moment.
+      longest_backoff: Seconds that it never exceeds.
       on_give_up: Whether a model that is given up just fails its requests ("fail"), or is also
         raised in the provider's block ("raise").
       load_stall: Seconds that a load may pass without a sign of life: no progress, no log, no CPU
@@ -120,8 +122,8 @@ class Policy:
         if lives[-1].permanent or self._spent(lives):
             return None
         step = self._fruitless_in_row(lives) - 2
-        delay = self.backoff if step < 0 else min(2.0**step, self.longest_backoff)
-        return delay * (1 - chance / 2)
+        delay = self.backoff if step < 0 else max(self.backoff, 2.0**step)
+        return min(delay, self.longest_backoff) * (1 - chance / 2)
 
     def _spent(self, lives: Sequence[Life]) -> bool:
         recent = sum(life.ended_at > lives[-1].ended_at - self.window for life in lives)

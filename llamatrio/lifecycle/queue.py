@@ -35,6 +35,11 @@ class RequestQueue(Generic[T]):
     def __contains__(self, id: int) -> bool:
         return id in self._priorities
 
+    def get(self, id: int) -> T | None:
+        """Return one that waits, or None."""
+        priority = self._priorities.get(id)
+        return None if priority is None else self._levels[priority][id]
+
     @property
     def first(self) -> T:
         """Whoever is next; there must be one."""

@@ -270,7 +270,8 @@ class Reply:
             return finished
         usage, made = finished.usage, self._made
         prompt = self._prompt if self._prompt is not None else max(usage.prompt - made, 0)
-        return attrs.evolve(finished, usage=Usage(prompt, usage.cached, usage.completion + made))
+        cached = min(usage.cached, prompt)  # the rest was of the answer
+        return attrs.evolve(finished, usage=Usage(prompt, cached, usage.completion + made))
 
     def settle(self, outcome: Outcome) -> None:
         """Take the outcome, the only one."""

@@ -26,7 +26,8 @@ class Verb:
       policy: The policy to take with it, if any.
       on_effect: Is called when the wish begins to come true.
       error: Why it did not, if it did not.
-      withdrawn: Whether the caller has given it up.
+      withdrawn: Whether the caller has given it up, and it is to have no effect.
+      abandoned: Whether nobody waits for the answer any more.
       drain: Whether a STOP serves first what was accepted.
       drain_timeout: Seconds that this may take; None for any time.
       deadline: When it ends, on Trio's clock.
@@ -40,6 +41,7 @@ class Verb:
     on_effect: Callable[[], None] = lambda: None
     error: Exception | None = None
     withdrawn: bool = False
+    abandoned: bool = False
     drain: bool = False
     drain_timeout: float | None = None
     deadline: float = math.inf
@@ -62,6 +64,7 @@ class Verb:
         try:
             await self._done.wait()
         except BaseException:  # Cancelled, or a Ctrl-C
+            self.abandoned = True
             # Somebody who stops in a `finally` wants it stopped, whether he can wait or not.
             self.withdrawn = self.event in (Event.START, Event.RECONFIGURE)
             raise
@@ -83,14 +86,14 @@ class Verbs:
             case Answer.WAIT:
                 self._waiting.append(verb)
             case Answer.POSTPONE:
-                self._postponed.append(verb)
+                self.postpone(verb)
             case Answer.REFUSE:
                 message = f"cannot {verb.event.value} while {phase.value}; stop first"
                 verb.answer(WrongPhase(message))
 
     def postpone(self, verb: Verb) -> None:
         """Keep a wish, to be looked at again, or to be answered by `finish`."""
-        self._postponed.append(verb)
+        self._postponed = [*(other for other in self._postponed if not other.withdrawn), verb]
 
     def is_postponed(self, event: Event) -> bool:
         """Say whether a wish of this kind is postponed."""
@@ -99,7 +102,9 @@ class Verbs:
     def reach(self, phase: Phase) -> None:
         """Note which have what they waited for; `release` answers them."""
         self._reached += [verb for verb in self._waiting if phase in GOALS[verb.event]]
-        self._waiting = [verb for verb in self._waiting if phase not in GOALS[verb.event]]
+        self._waiting = [
+            verb for verb in self._waiting if phase not in GOALS[verb.event] and not verb.abandoned
+        ]
 
     def release(self) -> None:
         """Answer those that have what they waited for."""

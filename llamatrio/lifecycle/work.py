@@ -10,7 +10,7 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from llamatrio.errors import ChildError, ProviderBroken, StreamBroken
+from llamatrio.errors import ChildError, LlamatrioError, ProviderBroken, StreamBroken
 from llamatrio.lifecycle.keeper import Generation
 from llamatrio.lifecycle.reply import Reply
 from llamatrio.outcomes import By, Cancelled, Failed, Finished, Limit, Outcome
@@ -144,6 +144,8 @@ class Work:
     def _failed(self, error: Exception, reply: Reply, generation: Generation) -> Failed:
         if isinstance(error, ChildError) and not error.stderr_tail:
             error.stderr_tail = generation.backend.log_tail
+        if isinstance(error, LlamatrioError):
+            error.__traceback__ = None  # it leads to the reply, which leads to the error
         return Failed(error, reply.phase, reply.tokens)
 
     async def _verdict(self, generation: Generation, error: StreamBroken) -> Exception:
@@ -156,7 +158,7 @@ class Work:
 
     def _given_up(self, running: _Running) -> Outcome:
         reply, ended_by = running.reply, running.ended_by
-        if ended_by is None and running.limit is not None:
+        if ended_by is None and running.limit is not None and running.scope.cancelled_caught:
             return Cancelled("deadline", reply.phase, reply.tokens, limit=running.limit)
         if isinstance(ended_by, str):
             return Cancelled(ended_by, reply.phase, reply.tokens)

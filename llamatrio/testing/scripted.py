@@ -206,6 +206,7 @@ class ScriptedBackend(Backend):
         if isinstance(said, Exception):
             raise said
         pieces = re.findall(r"\s*\S+\s*$|\s*\S+", said) if isinstance(said, str) else list(said)
+        del pieces[: _already_said(request, pieces)]
         emit(PromptProgress(1, 0, 1, self._prompt_time))
         bound = _bound(request)
         for number, piece in enumerate(pieces[:bound]):
@@ -218,6 +219,26 @@ class ScriptedBackend(Backend):
             await trio.sleep_forever()
         usage = Usage(prompt=1, completion=min(bound, len(pieces)))
         return Finished("length" if len(pieces) > bound else "stop", usage)
+
+
+def _already_said(request: Request, pieces: list[str]) -> int:
+    """Count the pieces with which a request ends that takes a broken answer up again."""
+    body = request.body if isinstance(request.body, Mapping) else {}
+    match body:
+        case {"continue_final_message": True, "messages": [*_, {"content": str(begun)}]}:
+            pass
+        case {"prompt": str(begun)}:
+            pass
+        case _:
+            return 0
+    said, length = 0, 0
+    for count, piece in enumerate(pieces, 1):
+        length += len(piece)
+        if length > len(begun):
+            break
+        if begun.endswith("".join(pieces[:count])):
+            said = count
+    return said
 
 
 class _ScriptedSession(ModelSession):
