@@ -185,6 +185,7 @@ async def test_a_request_is_cancelled_by_its_limits(kind: Kind, endless: Parrot)
             assert (await provider.submit(SHORT).result()).outcome.tokens == 2
 
 
+@pytest.mark.slow
 async def test_stop_ends_what_we_asked_for_and_leaves_the_server(
     kind: Kind, endless: Parrot
 ) -> None:
@@ -208,6 +209,7 @@ async def test_stop_ends_what_we_asked_for_and_leaves_the_server(
                 assert (await another.submit(SHORT).result()).outcome.tokens == 2
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_killed_fails_each_request_and_works_when_it_is_back(
     kind: Kind, endless: Parrot
 ) -> None:
@@ -247,6 +249,7 @@ async def test_two_providers_share_a_server(kind: Kind, endless: Parrot) -> None
                 assert theirs.outcome is None
 
 
+@pytest.mark.slow
 async def test_the_end_of_an_owned_model_means_nothing_to_an_attached_one(
     kind: Kind, endless: Parrot, parrot: Parrot
 ) -> None:
@@ -274,6 +277,7 @@ async def test_the_end_of_an_owned_model_means_nothing_to_an_attached_one(
             assert server.process.poll() is None
 
 
+@pytest.mark.slow
 async def test_start_waits_while_a_real_server_loads_its_model(kind: Kind, large: Parrot) -> None:
     impatient = Policy(load_stall=0.01, warm_up_stall=0.01)
     with trio.fail_after(120):

@@ -361,6 +361,7 @@ async def test_a_hosted_child_without_its_wheel_fails_the_start(
 @pytest.mark.parametrize(
     "steps", [["E warming up\\n", "W 999"], ["E warming up\\n", "H ok", "W 999"]]
 )
+@pytest.mark.slow
 async def test_a_child_that_never_says_a_word_fails_the_start(
     steps: list[str], parrot: Parrot
 ) -> None:

@@ -671,6 +671,7 @@ async def test_a_model_without_a_pooling_has_no_vector_of_a_text_but_one_for_eac
             await provider.rerank("q", ["a"])
 
 
+@pytest.mark.slow
 async def test_a_cancelled_call_leaves_the_model_to_others(kind: Kind, models: Path) -> None:
     # A text of these takes some milliseconds, and all of them many minutes.
     slow = write_embedding_parrot(models / "slow embedder.gguf", layers=8, feed_forward=3072)

@@ -257,6 +257,7 @@ async def test_a_stop_text_ends_the_answer_before_it_in_every_dialect(
             assert outcome.reason == "stop"
 
 
+@pytest.mark.slow
 async def test_log_probabilities_come_with_the_text_they_belong_to(
     kind: Kind, parrot: Parrot
 ) -> None:
@@ -360,6 +361,7 @@ def smollm2() -> Path:
     return next(Path(package.origin).parent.glob("*.gguf"))
 
 
+@pytest.mark.slow
 async def test_a_trained_model_follows_a_grammar_and_a_schema(kind: Kind, smollm2: Path) -> None:
     grammar = 'root ::= "yes" | "no"'
     question = "Where is the Louvre?"

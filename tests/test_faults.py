@@ -18,6 +18,7 @@ from llamatrio import (
     Life,
     LifecycleActor,
     Limits,
+    LoadFailed,
     LoadStalled,
     LocalProvider,
     ModelConfig,
@@ -500,3 +501,17 @@ async def test_a_block_that_drains_is_left_in_silence_if_its_body_closed_the_pro
         async with provider.running(drain=True):
             await provider.aclose()
         assert provider.phase is Phase.UNLOADED
+
+
+async def test_a_start_after_a_model_was_given_up_has_as_many_tries_as_the_first(
+    autojump_clock: MockClock,
+) -> None:
+    backend = ScriptedBackend()
+    async with open_scripted_provider(backend, policy=Policy(fruitless=2)) as provider:
+        for tries in (2, 4):
+            backend.fail_next_load(LoadFailed("it crashed"))
+            backend.fail_next_load(LoadFailed("it crashed"))
+            with pytest.raises(LoadFailed):
+                await provider.start()
+            assert provider.diagnostics().counters.generations == tries
+        await provider.start()

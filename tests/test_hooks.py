@@ -451,6 +451,7 @@ async def unexpected(parrot: Parrot, *steps: str) -> list[tuple[bytes, int]]:
         return diary_of(provider).unexpected
 
 
+@pytest.mark.slow
 async def test_rubbish_is_told_once_a_second_with_the_number_of_lines(parrot: Parrot) -> None:
     many = [rf"O line\s{number}\n" for number in range(2, 41)]
     told = await unexpected(parrot, r"O first\n", *many, "W 2", r"O last\n", r"O lost\n")

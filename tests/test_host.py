@@ -125,6 +125,7 @@ def test_the_exit_line_is_obeyed_before_the_first_record(parrot: Parrot, socket:
 # The wheel's constructor holds the GIL for as long as it loads, so that nothing else runs then.
 
 
+@pytest.mark.slow
 def test_an_exit_line_that_comes_while_the_model_is_loaded_is_obeyed_after_it(
     large: Parrot, socket: Path
 ) -> None:

@@ -275,6 +275,7 @@ async def kill_everywhere(kind: Kind, parrot: Parrot, times: int, seed: int) -> 
     return killer
 
 
+@pytest.mark.slow
 async def test_some_kills_in_each_state_lose_no_request(kind: Kind, fast: Parrot) -> None:
     await kill_everywhere(kind, fast, 3, 1)
 
@@ -367,6 +368,7 @@ async def let_all_go_on(provider: LocalProvider, words: int) -> None:
         await reply.read(reply.tokens + words - 1)
 
 
+@pytest.mark.slow
 async def test_some_broken_answers_are_what_they_would_have_been(kind: Kind, fast: Parrot) -> None:
     await kill_and_resume(kind, fast, 30, 1)
 

@@ -359,6 +359,7 @@ def test_a_limit_that_is_no_time_is_refused_by_name(value: object) -> None:
 # -- a limit of the caller's own ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_leaving_a_request_that_waits_for_a_slot_gives_it_up(
     kind: Kind, endless: Parrot
 ) -> None:
@@ -371,6 +372,7 @@ async def test_leaving_a_request_that_waits_for_a_slot_gives_it_up(
         assert running.outcome is None
 
 
+@pytest.mark.slow
 async def test_leaving_a_request_that_waits_for_the_model_gives_it_up(
     kind: Kind, large: Parrot
 ) -> None:
@@ -382,6 +384,7 @@ async def test_leaving_a_request_that_waits_for_the_model_gives_it_up(
         assert provider.diagnostics().counters.loads == 1
 
 
+@pytest.mark.slow
 async def test_leaving_a_request_within_its_prompt_gives_it_up(kind: Kind, endless: Parrot) -> None:
     async with opened(endless, kind) as provider:
         await provider.start()
@@ -390,6 +393,7 @@ async def test_leaving_a_request_within_its_prompt_gives_it_up(kind: Kind, endle
         await serve_another(provider)
 
 
+@pytest.mark.slow
 async def test_leaving_a_request_within_its_answer_gives_it_up(
     kind: Kind, ponderous: Parrot
 ) -> None:

@@ -253,6 +253,7 @@ async def test_a_handler_that_takes_a_second_for_a_line_delays_nothing(
     assert handled < lines / 2  # and each of them took a second
 
 
+@pytest.mark.slow
 async def test_a_child_that_floods_its_stderr_leaves_time_to_others(parrot: Parrot) -> None:
     ready = 'cmd_child_to_router:state:{"state":"ready"}'
     child = Own(("/bin/sh", "-c", 'echo "$0"; exec yes >&2', ready))

@@ -294,6 +294,7 @@ async def test_a_listener_that_breaks_leaves_no_child_behind(method: str, mark: 
     assert processes_with(mark) == []
 
 
+@pytest.mark.slow
 async def test_a_child_that_never_stops_writing_records_blocks_nobody(parrot: Parrot) -> None:
     ready, sleeping = (f'{PREFIX}{{"state":"{state}"}}' for state in ("ready", "sleeping"))
     flood = """echo "$0"; exec yes "$(printf '%s\\n%s' "$1" "$0")\""""
@@ -376,6 +377,7 @@ async def test_the_exit_is_told_once_and_after_every_record_that_was_still_in_th
     assert recorder.exit.returncode == 7
 
 
+@pytest.mark.slow
 async def test_a_handshake_that_runs_out_after_the_exit_is_no_fault() -> None:
     start = launch(
         fakechild.command("F! 3", "W 0.5", "X 3"), bounds=Bounds(handshake=1.0, drain=10.0)

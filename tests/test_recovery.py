@@ -195,6 +195,7 @@ async def test_the_first_try_comes_at_once_but_not_without_a_pause(
         assert 0.05 <= generation.began - died < SOON  # 0.1 s, shortened by up to half
 
 
+@pytest.mark.slow
 async def test_steps_counters_failure_and_watch_tell_of_a_recovery(
     kind: Kind, listening: Parrot
 ) -> None:
@@ -1400,6 +1401,7 @@ async def test_a_decider_that_is_async_is_refused(parrot: Parrot, name: str) -> 
 BRISK = Policy(silence=2, load_stall=2, warm_up_stall=2)
 
 
+@pytest.mark.slow
 async def test_a_child_that_hangs_in_an_answer_is_replaced(kind: Kind, endless: Parrot) -> None:
     async with opened(kind, one_thread(endless), BRISK) as provider:
         await provider.start()

@@ -105,6 +105,7 @@ async def test_a_child_that_loads_shows_signs_of_life(kind: Kind, large: Parrot)
         assert life.cpu > cpu  # for itself: a load may be silent
 
 
+@pytest.mark.slow
 async def test_a_child_that_generates_shows_signs_of_life_and_a_stopped_one_does_not(
     kind: Kind, endless: Parrot
 ) -> None:

@@ -36,7 +36,7 @@ from llamatrio import (
     open_provider,
 )
 from llamatrio.child.launch import Kind
-from llamatrio.outcomes import Finished
+from llamatrio.outcomes import Failed, Finished
 from llamatrio.requests import Admitted, Delta, PromptProgress
 from llamatrio.session.base import Asleep, Awake, Ended, LoadProgress, Opened, SessionEvent
 from llamatrio.testing import ScriptedBackend, fakechild
@@ -221,6 +221,7 @@ async def test_sleep_is_seen_by_those_who_watch_and_is_no_change_of_phase(
             assert (counters.loads, counters.generations) == (1, 1)
 
 
+@pytest.mark.slow
 async def test_nothing_but_a_request_wakes_a_sleeping_model(kind: Kind, parrot: Parrot) -> None:
     with trio.fail_after(60):
         async with open_provider(sleeper(parrot.path), backend=kind) as provider:
@@ -480,6 +481,43 @@ async def test_a_file_that_was_spoilt_unnoticed_fails_the_wake(kind: Kind, bird:
         assert isinstance(end.error, WakeFailed)
         assert end.error.returncode == -signal.SIGABRT
         assert end.error.stderr_tail
+
+
+@pytest.mark.slow
+async def test_a_failed_wake_is_tried_again_once_and_its_request_is_served(
+    kind: Kind, large: Parrot
+) -> None:
+    with trio.fail_after(120):
+        async with open_provider(sleeper(large.path), backend=kind) as provider:
+            await provider.start()
+            await asleep(provider)
+            reply = provider.submit(HELLO)
+            async for status in provider.watch():
+                if status.residency == "asleep" and status.progress is not None:
+                    break
+            pid = provider.diagnostics().pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            result = await reply.result()
+            assert large.text.startswith(result.text)
+            counters = provider.diagnostics().counters
+            assert (counters.failed_wakes, counters.restarts, counters.generations) == (1, 1, 2)
+
+
+async def test_a_wake_that_fails_twice_gives_the_model_up_and_names_the_first(
+    kind: Kind, bird: Parrot
+) -> None:
+    with trio.fail_after(120):
+        async with open_provider(sleeper(bird.path), backend=kind) as provider:
+            await provider.start()
+            await asleep(provider)
+            rewrite(bird.path, b"GGUF", b"SPAM")
+            outcome = await provider.submit(HELLO).wait()
+            assert isinstance(outcome, Failed)
+            assert isinstance(outcome.error.__cause__, WakeFailed)
+            assert outcome.error is provider.failure
+            assert provider.phase is Phase.UNLOADED
+            assert provider.diagnostics().counters.failed_wakes == 1
 
 
 async def test_a_model_that_dies_after_it_woke_has_just_died(kind: Kind, parrot: Parrot) -> None:

@@ -277,6 +277,7 @@ async def interrupt_cycles(
     times.assert_prompt(f"Ctrl-C, {dict(ends)}", capsys)
 
 
+@pytest.mark.slow
 async def test_ctrl_c_in_a_terminal_ends_a_cycle_some_times(
     parrot: Parrot, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -311,6 +312,7 @@ def interrupt_lines(parrot: Parrot, first: int, step: int) -> int:
     return len(runs)
 
 
+@pytest.mark.slow
 def test_ctrl_c_strikes_at_some_lines_without_protection(parrot: Parrot) -> None:
     assert interrupt_lines(parrot, 3, 20) > 5
 
@@ -422,6 +424,7 @@ policies = pytest.mark.parametrize(
 
 
 @policies
+@pytest.mark.slow
 async def test_some_kills_beside_a_stop_lose_no_request(
     kind: Kind, endless: Parrot, policy: Policy
 ) -> None:
