@@ -13,6 +13,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from llamatrio import (
+    Backend,
     ChildDied,
     ChildSilent,
     Life,
@@ -515,3 +516,60 @@ async def test_a_start_after_a_model_was_given_up_has_as_many_tries_as_the_first
                 await provider.start()
             assert provider.diagnostics().counters.generations == tries
         await provider.start()
+
+
+async def test_a_stop_returns_when_the_last_of_a_crowd_has_its_outcome(
+    autojump_clock: MockClock,
+) -> None:
+    policy = Policy(max_pending=None)
+    async with open_scripted_provider(policy=policy) as provider:
+        await provider.start()
+        crowd = [provider.submit(completion_request("Hello")) for _ in range(5_000)]
+        await provider.stop()
+        assert {type(reply.outcome) for reply in crowd} == {Cancelled}
+        assert provider.diagnostics().counters.cancelled == 5_000
+
+
+class Undecided(LifecycleActor):
+    """Cannot choose, and writes down what it is told."""
+
+    told: list[str]
+
+    def choose_next(self, waiting: Waiting) -> Reply:
+        self.told = []
+        raise LookupError("nobody is good enough")
+
+    def on_request_finished(self, reply: Reply, outcome: object) -> None:
+        self.told.append("finished")
+
+
+async def test_no_hook_is_called_after_a_decider_that_broke(autojump_clock: MockClock) -> None:
+    actors: list[Undecided] = []
+
+    def make(config: ModelConfig, backend: Backend) -> LifecycleActor:
+        actors.append(Undecided(config, backend))
+        return actors[0]
+
+    with pytest.raises(LookupError):
+        async with open_scripted_provider(actor=make) as provider:
+            await provider.start()
+            replies = [provider.submit(completion_request("Hello")) for _ in range(3)]
+            await trio.sleep_forever()
+    assert [type(reply.outcome) for reply in replies] == [Failed] * 3
+    assert actors[0].told == []
+
+
+async def test_a_model_that_needs_40_s_and_dies_in_its_warm_up_is_given_up_after_its_budget(
+    autojump_clock: MockClock,
+) -> None:
+    # https://github.com/unslothai/unsloth/issues/9688: a window of time alone never gives it up.
+    backend = ScriptedBackend(load_time=40)
+    for _ in range(10):
+        backend.fail_next_load(LoadFailed("the child was ended by SIGSEGV"))
+    async with open_scripted_provider(backend) as provider:
+        began = trio.current_time()
+        with pytest.raises(LoadFailed):
+            await provider.start()
+        assert provider.diagnostics().counters.generations == 3
+        assert 120 < trio.current_time() - began < 123
+        assert provider.phase is Phase.UNLOADED
