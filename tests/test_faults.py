@@ -37,6 +37,7 @@ from llamatrio import (
     Unkillable,
     Waiting,
     completion_request,
+    open_provider,
 )
 from llamatrio.lifecycle.actor import MAX_UNREAD
 from llamatrio.outcomes import Cancelled, Failed, Finished
@@ -573,3 +574,44 @@ async def test_a_model_that_needs_40_s_and_dies_in_its_warm_up_is_given_up_after
         assert provider.diagnostics().counters.generations == 3
         assert 120 < trio.current_time() - began < 123
         assert provider.phase is Phase.UNLOADED
+
+
+class Broken(ModelSession):
+    """Breaks off each answer before it has begun."""
+
+    async def perform(self, request: Request, emit: Emit) -> Finished:
+        await trio.lowlevel.checkpoint()
+        raise StreamBroken("the connection broke")
+
+
+class Dying(Backend):
+    """Dies when it is told to, and does something else in the same step."""
+
+    def __init__(self, then: list[Reply]) -> None:
+        self.then = then
+        self.die = trio.Event()
+        self.lives = 0
+
+    async def run(self, config: ModelConfig, publish: Publish) -> None:
+        self.lives += 1
+        publish(Opened(Broken()))
+        await self.die.wait()
+        self.die = trio.Event()
+        publish(Ended(ChildDied("it died")))
+        for reply in self.then:
+            reply.cancel()
+
+
+async def test_a_cancel_in_the_very_step_of_the_death_is_not_lost(
+    autojump_clock: MockClock,
+) -> None:
+    replies: list[Reply] = []
+    backend = Dying(replies)
+    async with open_provider(ModelConfig("m.gguf"), backend=backend) as provider:
+        await provider.start()
+        replies.append(provider.submit(completion_request("Hello")))
+        await wait_all_tasks_blocked()  # its connection broke; it waits to learn why
+        backend.die.set()
+        outcome = await replies[0].wait()
+        assert outcome == Cancelled("caller", "prompt", 0)
+        assert provider.diagnostics().counters.requeued == 0
