@@ -477,6 +477,7 @@ def test_every_field_is_read_back_from_a_child() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{n}-{row.field}" for n, row in enumerate(ROWS)])
+@pytest.mark.slow
 async def test_a_field_means_the_same_to_both_kinds(kind: Kind, files: Files, row: Row) -> None:
     fields = given_all(files, {**row.others, row.field: row.value})
     async with load(kind, files, **fields) as child:
@@ -486,6 +487,7 @@ async def test_a_field_means_the_same_to_both_kinds(kind: Kind, files: Files, ro
 @pytest.mark.parametrize(
     "others", [dict(key) for key in {tuple(row.others.items()): None for row in ROWS}], ids=list
 )
+@pytest.mark.slow
 async def test_a_field_that_is_left_alone_means_the_same_to_both_kinds(
     kind: Kind, files: Files, others: Mapping[str, object]
 ) -> None:

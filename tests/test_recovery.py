@@ -1497,6 +1497,7 @@ async def test_a_child_that_reads_a_long_prompt_in_silence_is_let_be(
         assert provider.diagnostics().counters.generations == 1
 
 
+@pytest.mark.slow
 async def test_a_child_of_which_nothing_is_wanted_may_be_as_silent_as_it_likes(
     kind: Kind, parrot: Parrot
 ) -> None:

@@ -608,6 +608,7 @@ ACTS = [start_plainly, start_in_a_nursery, stop_a_load, configure_and_chat, go_r
 
 
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: str(act.__name__))
+@pytest.mark.slow
 def test_a_provider_is_usable_after_its_caller_gave_up_at_some_step(
     kind: Kind, parrot: Parrot, act: Callable[[LocalProvider], Awaitable[None]]
 ) -> None:
