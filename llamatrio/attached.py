@@ -11,9 +11,9 @@ from trio.lowlevel import enable_ki_protection
 
 from llamatrio.blocks import block
 from llamatrio.config import ModelConfig
-from llamatrio.errors import NotOwned, SpecificationError
+from llamatrio.errors import NotOwned
 from llamatrio.lifecycle.actor import LifecycleActor
-from llamatrio.lifecycle.policy import Policy
+from llamatrio.lifecycle.policy import Policy, check_policy
 from llamatrio.lifecycle.reply import Reply
 from llamatrio.ownership import ActorFactory, own
 from llamatrio.provider import ActorProvider
@@ -98,17 +98,11 @@ class AttachedProvider(ActorProvider):
         if config is not None or policy is None:
             await self._refuse("configure")
         await trio.lowlevel.checkpoint()
-        _set_policy(self._actor, policy)
+        self._actor.set_policy(check_policy(policy))
 
     async def _refuse(self, what: str) -> None:
         await trio.lowlevel.checkpoint()
         raise NotOwned(f"cannot {what} the model at {self.url}: it is attached, not owned")
-
-
-def _set_policy(actor: LifecycleActor, policy: Policy | None) -> None:
-    if not isinstance(policy, Policy):
-        raise SpecificationError(f"not a Policy: {policy!r}")
-    actor.set_policy(policy)
 
 
 @block
@@ -157,6 +151,6 @@ async def attach_provider(
     backend = AttachedBackend(url, key=key, model=model, dialect=dialect, ssl_context=ssl_context)
     made = actor(ModelConfig(None, slots=slots), backend)
     if policy is not None:
-        _set_policy(made, policy)
+        made.set_policy(check_policy(policy))
     async with own(AttachedProvider(made, backend), made) as provider:
         yield provider

@@ -16,7 +16,7 @@ from llamatrio.child.launch import Hosted, Kind, Own, Stock
 from llamatrio.config import ModelConfig
 from llamatrio.errors import SpecificationError
 from llamatrio.lifecycle.actor import LifecycleActor, first_of
-from llamatrio.lifecycle.policy import Policy
+from llamatrio.lifecycle.policy import Policy, check_policy
 from llamatrio.provider import ActorProvider, LocalProvider
 from llamatrio.session.base import Backend
 from llamatrio.session.server import ServerBackend
@@ -113,8 +113,6 @@ def _make(
 ) -> LifecycleActor:
     if not isinstance(config, ModelConfig):
         raise SpecificationError(f"not a ModelConfig: {config!r}")
-    if policy is not None and not isinstance(policy, Policy):
-        raise SpecificationError(f"not a Policy: {policy!r}")
     if not isinstance(backend, Backend | Hosted | Stock | Own | None):
         raise SpecificationError(f"not a backend: {backend!r}; Hosted(), for one, is")
     if isinstance(backend, Hosted | Stock | Own) or backend is None:
@@ -123,7 +121,7 @@ def _make(
         raise SpecificationError("name and runtime_dir are for children, not for a Backend")
     made = actor(config, backend)
     if policy is not None:
-        made.policy = policy
+        made.set_policy(check_policy(policy))
     return made
 
 

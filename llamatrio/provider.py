@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import update_wrapper
+from inspect import Parameter, Signature, signature
 from typing import Concatenate, ParamSpec, TypeVar
 
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from llamatrio.blocks import block, built_by
+from llamatrio.blocks import block
 from llamatrio.calls import check_task
 from llamatrio.config import ModelConfig, Task
 from llamatrio.conveniences import Calls
@@ -20,7 +21,7 @@ from llamatrio.lifecycle.actor import LifecycleActor
 from llamatrio.lifecycle.diagnostics import Diagnostics, Residency, Status
 from llamatrio.lifecycle.inbox import Inbox
 from llamatrio.lifecycle.phases import Event, Phase
-from llamatrio.lifecycle.policy import Policy
+from llamatrio.lifecycle.policy import Policy, check_policy
 from llamatrio.lifecycle.reply import Reply
 from llamatrio.lifecycle.verbs import Verb
 from llamatrio.outcomes import Outcome
@@ -119,6 +120,28 @@ def _verb(
         return method(self, *args, **kwargs)
 
     return update_wrapper(verb, method)
+
+
+def _built_by(
+    build: Callable[_P, Request],
+) -> Callable[[Callable[[_S, Request], _T]], Callable[Concatenate[_S, _P], _T]]:
+    """Let a method that takes a request take the arguments that one is built from instead."""
+
+    def decorate(method: Callable[[_S, Request], _T]) -> Callable[Concatenate[_S, _P], _T]:
+        def built(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+            return method(self, build(*args, **kwargs))
+
+        update_wrapper(built, method)
+        del vars(built)["__wrapped__"]  # or help() would show the arguments of the method
+        vars(built)["__signature__"] = _with_self(signature(build))
+        return built
+
+    return decorate
+
+
+def _with_self(plain: Signature) -> Signature:
+    parameters = [Parameter("self", Parameter.POSITIONAL_ONLY), *plain.parameters.values()]
+    return Signature(parameters)
 
 
 class ActorProvider(Provider, Calls):
@@ -275,7 +298,7 @@ class ActorProvider(Provider, Calls):
             with trio.CancelScope(shield=True):
                 await reply.wait()
 
-    @built_by(chat_request)
+    @_built_by(chat_request)
     def chat(self, request: Request) -> AbstractAsyncContextManager[Reply]:
         """Ask in a conversation, for the length of a block.
 
@@ -290,7 +313,7 @@ class ActorProvider(Provider, Calls):
         """
         return self.request(request)
 
-    @built_by(completion_request)
+    @_built_by(completion_request)
     def completion(self, request: Request) -> AbstractAsyncContextManager[Reply]:
         """Let the model go on from a prompt, for the length of a block.
 
@@ -393,8 +416,8 @@ class LocalProvider(ActorProvider):
           VerbInHook: at the call, if it is made inside a hook of the actor.
         """
         actor = self._actor
-        if policy is not None and not isinstance(policy, Policy):
-            raise SpecificationError(f"not a Policy: {policy!r}")
+        if policy is not None:
+            check_policy(policy)
         if config is not None and not isinstance(config, ModelConfig):
             raise SpecificationError(f"not a ModelConfig: {config!r}")
         if config is not None:

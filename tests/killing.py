@@ -10,6 +10,7 @@ from pathlib import Path
 
 import attrs
 import trio
+from moments import reach
 
 from llamatrio import (
     Backend,
@@ -129,14 +130,6 @@ def state_of(task: Path) -> str:
     return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
-async def reach(provider: LocalProvider, phase: Phase, generation: int = 0) -> None:
-    """Wait until a phase is reached, in a life of at least this number."""
-    async for status in provider.watch():
-        if status.phase is phase and status.generation >= generation:
-            return
-    raise AssertionError("the provider was closed")
-
-
 async def reach_child(provider: LocalProvider) -> None:
     """Wait until there is a process that has said that it loads."""
     async for status in provider.watch():
@@ -148,13 +141,6 @@ async def reach_child(provider: LocalProvider) -> None:
 async def reach_tokens(reply: Reply, number: int) -> None:
     """Wait until there are so many pieces of an answer."""
     assert len(await reply.read(number - 1)) > 0, "it had ended before"
-
-
-async def reach_prompt(reply: Reply) -> None:
-    """Wait until a part of the prompt has been read."""
-    while not (reply.progress and 0 < reply.progress.processed < reply.progress.total):  # noqa: ASYNC110
-        assert reply.outcome is None
-        await trio.sleep(0.001)
 
 
 @attrs.frozen

@@ -39,18 +39,27 @@ def take_census() -> Census:
 
 def _processes() -> list[str]:
     """Our children, zombies among them, and every process that was told of our directory."""
+    ours, directory = os.getpid(), os.fsencode(tempfile.gettempdir())
     found = []
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
-            try:
-                stat = Path("/proc", entry, "stat").read_text()
-                command = Path("/proc", entry, "cmdline").read_bytes().replace(b"\0", b" ")
-            except OSError:
-                continue  # it has gone
-            state, parent = stat.rpartition(")")[2].split()[:2]
-            if int(parent) == os.getpid() or tempfile.gettempdir().encode() in command:
-                found.append(f"{entry} {state} {command.decode(errors='replace')[:200]}")
+        if not entry.isdigit() or int(entry) == ours:
+            continue
+        try:
+            state, parent = _read(entry, "stat").rpartition(b")")[2].split()[:2]
+            if parent == b"2":  # a thread of the kernel
+                continue
+            command = _read(entry, "cmdline").replace(b"\0", b" ")
+        except OSError:
+            continue  # it has gone
+        if int(parent) == ours or directory in command:
+            shown = command.decode(errors="replace")[:200]
+            found.append(f"{entry} {state.decode()} {shown}")
     return found
+
+
+def _read(process: str, name: str) -> bytes:
+    with open(f"/proc/{process}/{name}", "rb", buffering=0) as file:  # twice a test
+        return file.read()
 
 
 def _descriptors() -> list[str]:

@@ -19,6 +19,7 @@ import pytest
 import servers
 import trio
 import trio.testing
+from moments import first_text
 from servers import (
     KEY,
     TEXT,
@@ -75,12 +76,6 @@ async def attached(url: str, **options: Any) -> AsyncGenerator[AttachedProvider,
     async with attach_provider(url, **{"key": KEY, **options}) as provider:
         await provider.start()
         yield provider
-
-
-async def first_text(reply: Reply) -> None:
-    """Wait until a reply is being generated."""
-    async for _ in reply:
-        break
 
 
 async def reading_prompt(reply: Reply) -> None:
@@ -161,6 +156,7 @@ async def test_cancel_by_id_says_where_it_caught_the_request(kind: Kind, endless
             assert await provider.cancel(generating.id) is None
 
 
+@pytest.mark.slow
 async def test_a_request_is_cancelled_by_its_limits(kind: Kind, endless: Parrot) -> None:
     prompt = "x" * 3000
     config = ModelConfig(endless.path, batch=64, context=4096, threads=1)
@@ -677,6 +673,7 @@ async def test_a_server_without_a_key_is_told_none() -> None:
 
 
 @pytest.mark.parametrize("behaviour", [servers.die, servers.end_early])
+@pytest.mark.slow
 async def test_a_cut_answer_fails_its_request_alone(behaviour: servers.Behaviour) -> None:
     with trio.fail_after(30):
         async with scripted() as server, attached(server.url) as provider:

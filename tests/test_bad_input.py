@@ -709,6 +709,7 @@ trio.run(main, *sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 async def test_a_program_that_ignores_SIGCHLD_can_still_end_its_children(parrot: Parrot) -> None:
     command = [sys.executable, "-c", IGNORES_SIGCHLD, str(parrot.path)]
     with trio.fail_after(60):

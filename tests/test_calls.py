@@ -551,6 +551,7 @@ async def test_the_pooling_that_is_asked_for_is_that_which_is_used(
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("pooling", get_args(Pooling))
+@pytest.mark.slow
 async def test_texts_that_are_computed_together_do_not_touch_one_another(
     kind: Kind,
     embedders: Mapping[tuple[Pooling, bool], EmbeddingParrot],

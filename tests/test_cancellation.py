@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 import attrs
 import pytest
 import trio
+from moments import first_text, reach
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from llamatrio import (
@@ -1197,17 +1198,6 @@ ON_AND_ON: Final = completion_request("Hello", max_tokens=100_000, temperature=0
 LONG_PROMPT: Final = completion_request("x" * 3500, max_tokens=2)
 
 GiveUp: TypeAlias = Callable[[], None]
-
-
-async def reach(provider: LocalProvider, phase: Phase) -> None:
-    async for status in provider.watch():
-        if status.phase is phase:
-            return
-
-
-async def first_text(reply: Reply) -> None:
-    async for _ in reply:
-        return
 
 
 async def within_a_load(provider: LocalProvider, give_up: GiveUp) -> None:

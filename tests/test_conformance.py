@@ -122,6 +122,7 @@ async def test_a_backend_of_a_real_child_keeps_every_rule(kind: Kind, endless: P
     assert report == Report(BACKEND_RULES, {})
 
 
+@pytest.mark.slow
 async def test_a_provider_of_an_attached_server_keeps_every_rule(
     kind: Kind, endless: Parrot
 ) -> None:

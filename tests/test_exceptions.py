@@ -15,6 +15,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
+from moments import first_text, reach
 
 from llamatrio import (
     NO_RESTARTS,
@@ -75,17 +76,6 @@ class Books:
 @pytest.fixture
 def books(kind: Kind, endless: Parrot) -> Books:
     return Books(kind, endless)
-
-
-async def reach(provider: LocalProvider, phase: Phase) -> None:
-    async for status in provider.watch():
-        if status.phase is phase:
-            return
-
-
-async def first_text(reply: Reply) -> None:
-    async for _ in reply:
-        return
 
 
 # -- exceptions of the body --------------------------------------------------------------------

@@ -398,7 +398,7 @@ class World:
                 self.replies[number].cancel()
             case "withdraw":
                 self.used["cancel"] += 1
-                self.verbs[number].verb.withdrawn = True
+                self.verbs[number].verb.abandoned = True
             case "begin answer":
                 resumable = self.running[number].reply.request.on_crash == "resume"
                 piece = Delta("x") if resumable else Admitted()
@@ -502,7 +502,7 @@ class World:
 
     async def _end_watcher(self, number: int) -> None:
         verb = self.watchers.pop(number)
-        verb.deadline = verb.timer.deadline = -math.inf
+        verb.timer.deadline = -math.inf
         await self.actor._drains._watch(verb)
 
     # -- what is there ---------------------------------------------------------------------
@@ -539,7 +539,7 @@ class World:
     def _look_at_reply(self, reply: Reply) -> Hashable:
         if reply.outcome is not None:
             return None
-        return (reply._admitted, reply._begun_with, reply.tokens, reply._fruitless)
+        return (reply._admitted, reply._begun_with, reply.tokens, reply._was_fruitless)
 
     def _look_at_verb(self, number: int) -> Hashable:
         name, verb = self.verbs[number].name, self.verbs[number].verb
@@ -547,7 +547,7 @@ class World:
         if self.verbs[number].is_answered:
             return None
         lists = (verbs._waiting, verbs._reached, verbs._postponed, self.actor._drains._verbs)
-        return (name, verb.withdrawn, verb.deadline < 0, *(verb in one for one in lists))
+        return (name, verb.withdrawn, verb.timer.deadline < 0, *(verb in one for one in lists))
 
     def _look_at_generation(self) -> Hashable:
         one, held = self.generation, self.actor._held_end

@@ -551,10 +551,11 @@ async def test_no_hook_is_called_after_a_decider_that_broke(autojump_clock: Mock
         actors.append(Undecided(config, backend))
         return actors[0]
 
+    replies: list[Reply] = []
     with pytest.raises(LookupError):
         async with open_scripted_provider(actor=make) as provider:
             await provider.start()
-            replies = [provider.submit(completion_request("Hello")) for _ in range(3)]
+            replies += [provider.submit(completion_request("Hello")) for _ in range(3)]
             await trio.sleep_forever()
     assert [type(reply.outcome) for reply in replies] == [Failed] * 3
     assert actors[0].told == []

@@ -14,6 +14,8 @@ import attrs
 import psutil
 import pytest
 import trio
+from killing import kill_and_return
+from moments import first_text, reach
 
 from llamatrio import (
     ChildDied,
@@ -75,30 +77,11 @@ def actor_of(provider: LocalProvider) -> LifecycleActor:
     return provider._actor
 
 
-async def first_text(reply: Reply) -> None:
-    async for _ in reply:
-        return
-
-
-async def reach(provider: LocalProvider, phase: Phase, generation: int = 1) -> None:
-    async for status in provider.watch():
-        if (status.phase, status.generation) == (phase, generation):
-            return
-
-
-async def kill(provider: LocalProvider) -> None:
-    """Kill the child, and wait for the next one."""
-    now = provider.diagnostics()
-    assert now.pid is not None
-    os.kill(now.pid, signal.SIGKILL)
-    await reach(provider, Phase.STARTED, now.generation + 1)
-
-
 async def go_through_everything(provider: LocalProvider) -> None:
     """A life in which every hook is called."""
     await provider.start()
     assert isinstance(await provider.submit(SHORT).wait(), Finished)
-    await kill(provider)
+    await kill_and_return(provider)
     assert isinstance(await provider.submit(SHORT).wait(), Finished)
     await provider.stop()
     await provider.unload_model()
@@ -280,7 +263,7 @@ async def test_every_change_of_phase_is_told_with_its_event_and_generation(
         await provider.start()  # changes nothing
         await provider.stop()
         await provider.start()
-        await kill(provider)
+        await kill_and_return(provider)
         await provider.stop()
         await provider.unload_model()
         await provider.start()
@@ -322,7 +305,7 @@ async def test_every_outcome_is_told_once_whatever_it_is(kind: Kind, endless: Pa
         await provider.cancel(cancelled.id)
         failed = provider.submit(ON_AND_ON)
         await first_text(failed)
-        await kill(provider)
+        await kill_and_return(provider)
         stopped = provider.submit(ON_AND_ON)
         await first_text(stopped)
         await provider.stop()
@@ -355,7 +338,7 @@ async def test_a_request_that_another_model_takes_up_is_told_to_be_started_again
         await provider.start()
         reply = provider.submit(request)
         await first_text(reply)
-        await kill(provider)
+        await kill_and_return(provider)
         outcome = await reply.wait()
         assert isinstance(outcome, Finished)
         assert outcome.resumed == 1
@@ -601,8 +584,8 @@ async def test_should_restart_is_asked_for_a_model_in_use_alone(
         asked = asked_of(provider)
         await provider.start()
         assert isinstance(await provider.submit(SHORT).wait(), Finished)
-        await kill(provider)
-        await kill(provider)
+        await kill_and_return(provider)
+        await kill_and_return(provider)
         assert [len(lives) for lives in asked.lives] == [1, 2]
         first, second = asked.lives[-1]
         assert (first.finished, first.opened, first.exit is not None) == (1, True, True)
@@ -621,7 +604,7 @@ async def test_should_restart_is_asked_for_a_model_in_use_alone(
         await provider.unload_model()
         assert len(asked.lives) == 2
         await provider.start()
-        await kill(provider)
+        await kill_and_return(provider)
         assert [len(lives) for lives in asked.lives] == [1, 2, 1]  # a start begins anew
 
 
@@ -634,7 +617,7 @@ async def test_prepare_is_asked_before_each_life_and_for_nothing_else(
         await provider.stop()
         await provider.start()
         assert len(asked.prepared) == 1
-        await kill(provider)
+        await kill_and_return(provider)
         assert len(asked.prepared) == 2
         replies = [provider.submit(ON_AND_ON) for _ in range(2)]
         await first_text(replies[0])

@@ -12,6 +12,7 @@ import pytest
 import trio
 import trio.lowlevel
 import trio_typing
+from moments import first_text
 
 from llamatrio import (
     NO_RESTARTS,
@@ -39,12 +40,6 @@ from llamatrio.testing.parrot import Parrot
 
 HELLO = completion_request("Hello", temperature=0)
 ON_AND_ON = completion_request("Hello", max_tokens=100_000)
-
-
-async def first_text(reply: Reply) -> None:
-    """Wait until a reply is being generated."""
-    async for _ in reply:
-        break
 
 
 def pid_of(provider: LocalProvider) -> int:

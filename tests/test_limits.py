@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from moments import first_text, serve_another
 from trio.testing import MockClock
 
 from llamatrio import (
@@ -60,16 +61,6 @@ async def opened(
     with trio.fail_after(GUARD):
         async with open_provider(config, backend=kind, policy=policy) as provider:
             yield provider
-
-
-async def first_text(reply: Reply) -> None:
-    async for _ in reply:
-        return
-
-
-async def serve_another(provider: LocalProvider) -> None:
-    """See to it that the slot is free."""
-    assert isinstance(await provider.submit(SHORT).wait(), Finished)
 
 
 async def expire(reply: Reply) -> Cancelled:
@@ -274,6 +265,7 @@ async def test_a_prompt_that_takes_the_whole_time_is_given_up(kind: Kind, endles
         await serve_another(provider)
 
 
+@pytest.mark.slow
 async def test_an_answer_that_takes_the_whole_time_is_given_up(
     kind: Kind, ponderous: Parrot
 ) -> None:

@@ -15,6 +15,7 @@ import attrs
 import psutil
 import pytest
 import trio
+from moments import first_text, reach
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from llamatrio import (
@@ -72,17 +73,6 @@ def pid_of(provider: LocalProvider) -> int:
     pid = provider.diagnostics().pid
     assert pid is not None
     return pid
-
-
-async def first_text(reply: Reply) -> None:
-    async for _ in reply:
-        return
-
-
-async def reach(provider: LocalProvider, phase: Phase) -> None:
-    async for status in provider.watch():
-        if status.phase is phase:
-            return
 
 
 async def answer(provider: LocalProvider, parrot: Parrot) -> None:

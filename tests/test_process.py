@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import trio
+from moments import reach
 
 from llamatrio import (
     NO_RESTARTS,
@@ -609,12 +610,6 @@ async def test_a_backend_can_be_cancelled_at_every_checkpoint(parrot: Parrot, ma
 
 
 # -- through the provider ----------------------------------------------------------------------
-
-
-async def reach(provider: LocalProvider, phase: Phase) -> None:
-    async for status in provider.watch():
-        if status.phase is phase:
-            return
 
 
 async def wait_loading(provider: LocalProvider) -> None:

@@ -26,11 +26,10 @@ from killing import (
     kill_and_return,
     opened,
     pid_of,
-    reach,
     reach_child,
-    reach_prompt,
     reach_tokens,
 )
+from moments import reach, within_prompt
 
 from llamatrio import (
     NO_RESTARTS,
@@ -273,7 +272,7 @@ async def test_killed_within_a_prompt_it_fails_that_request_alone(
     async with opened(kind, one_thread(endless, batch=64)) as provider:
         await provider.start()
         running, waiting = provider.submit(prompt), provider.submit(SHORT)
-        await reach_prompt(running)
+        await within_prompt(running)
         kill(provider)
         await finished(waiting)
         assert running.outcome == Failed(error_of(running), "prompt", 0)
@@ -304,6 +303,7 @@ async def test_a_start_while_it_is_loaded_again_waits_for_that(kind: Kind, parro
         assert provider.diagnostics().counters.generations == 2
 
 
+@pytest.mark.slow
 async def test_killed_in_its_sleep_it_is_loaded_again(kind: Kind, parrot: Parrot) -> None:
     async with opened(kind, one_thread(parrot, sleep_after=1)) as provider:
         await provider.start()
@@ -427,6 +427,23 @@ class KilledAtReady(Diary):
 
 
 FEW = Policy(fruitless=3, backoff=0.01, longest_backoff=0.01)
+
+
+@pytest.mark.slow
+async def test_a_model_that_dies_again_and_again_is_given_up_though_it_served(
+    kind: Kind, parrot: Parrot
+) -> None:
+    async with opened(kind, one_thread(parrot)) as provider:
+        await provider.start()
+        for death in range(1, 7):  # one more than may fall into a minute, by default
+            await finished(provider.submit(SHORT))
+            kill(provider)
+            await reach(
+                provider, Phase.UNLOADED if death == 6 else Phase.STARTED, min(death + 1, 6)
+            )
+        counters = provider.diagnostics().counters
+        assert (counters.generations, counters.restarts, counters.finished) == (6, 5, 6)
+        assert isinstance(provider.failure, ChildDied)
 
 
 async def test_a_model_that_is_given_up_fails_what_waits_with_the_cause(
@@ -849,7 +866,7 @@ async def test_an_answer_whose_model_dies_in_its_prompt_is_asked_for_again(
     async with opened(kind, one_thread(endless, batch=64)) as provider:
         await provider.start()
         reply = provider.submit(request)
-        await reach_prompt(reply)
+        await within_prompt(reply)
         await kill_and_return(provider)
         await finished(reply)
         check_resumed(reply, await ask(provider, request), 1)
@@ -865,7 +882,7 @@ async def test_an_answer_whose_model_dies_twice_in_its_prompt_fails(
         reply = provider.submit(request)
         for generation in (1, 2):
             await reach(provider, Phase.STARTED, generation)
-            await reach_prompt(reply)
+            await within_prompt(reply)
             kill(provider)
             await reach(provider, Phase.LOADING, generation + 1)
         assert isinstance(error_of(reply), ChildDied)
@@ -1132,6 +1149,7 @@ async def test_characters_of_several_tokens_count_to_the_bound(kind: Kind, smoll
 # -- deciders ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_should_restart_says_when(kind: Kind, parrot: Parrot) -> None:
     asked: list[Sequence[Life]] = []
 

@@ -12,6 +12,7 @@ import attrs
 import pytest
 import trio
 import trio.lowlevel
+from moments import first_text, reach, serve_another, within_prompt
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from llamatrio import (
@@ -62,30 +63,6 @@ async def started(
         async with open_provider(config, backend=kind, actor=actor) as provider:
             await provider.start()
             yield provider
-
-
-async def first_text(reply: Reply) -> None:
-    async for _ in reply:
-        return
-
-
-async def within_prompt(reply: Reply) -> None:
-    """Wait until a part of the prompt has been read, and not all of it."""
-    while not (reply.progress and reply.progress.processed):  # noqa: ASYNC110
-        await trio.sleep(0.001)
-    assert reply.phase == "prompt"
-    assert reply.progress.processed < reply.progress.total
-
-
-async def reach(provider: LocalProvider, phase: Phase) -> None:
-    async for status in provider.watch():
-        if status.phase is phase:
-            return
-
-
-async def serve_another(provider: LocalProvider) -> None:
-    """See to it that the slot is free."""
-    assert isinstance(await provider.submit(SHORT).wait(), Finished)
 
 
 # -- cancel by number --------------------------------------------------------------------------

@@ -170,6 +170,7 @@ async def test_a_request_wakes_a_sleeping_model_and_what_is_known_of_it_stays(
         assert life.session.info == info
 
 
+@pytest.mark.slow
 async def test_a_request_is_admitted_when_the_model_has_been_loaded_again(
     kind: Kind, parrot: Parrot
 ) -> None:
@@ -189,6 +190,7 @@ async def test_a_request_is_admitted_when_the_model_has_been_loaded_again(
         assert isinstance(pieces[1], PromptProgress)
 
 
+@pytest.mark.slow
 async def test_requests_that_come_together_wake_a_model_once(kind: Kind, bird: Parrot) -> None:
     config = sleeper(bird.path, slots=2, sha256=sha256(bird.path))
     async with living(kind, config) as life:
@@ -207,6 +209,7 @@ async def test_requests_that_come_together_wake_a_model_once(kind: Kind, bird: P
         assert sum(isinstance(event, Awake) for event in life.events) == 1
 
 
+@pytest.mark.slow
 async def test_sleep_is_seen_by_those_who_watch_and_is_no_change_of_phase(
     kind: Kind, parrot: Parrot
 ) -> None:
@@ -238,6 +241,7 @@ async def test_nothing_but_a_request_wakes_a_sleeping_model(kind: Kind, parrot: 
             assert (await provider.submit(HELLO).result()).text == parrot.text
 
 
+@pytest.mark.slow
 async def test_a_sleeping_model_is_unloaded_in_order(kind: Kind, parrot: Parrot) -> None:
     with trio.fail_after(60):
         async with open_provider(sleeper(parrot.path), backend=kind) as provider:
@@ -381,6 +385,7 @@ async def test_a_file_that_is_replaced_within_the_first_load_is_not_served(path:
     assert not any(isinstance(event, Opened) for event in life.events)
 
 
+@pytest.mark.slow
 async def test_a_check_that_is_cancelled_leaves_the_model_asleep(kind: Kind, path: Path) -> None:
     slow = write_slow_parrot(path)
     config = sleeper(path, sha256=await trio.to_thread.run_sync(sha256, path))
@@ -419,6 +424,7 @@ def no_descriptors_left() -> Generator[None, None, None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.slow
 async def test_a_start_after_it_takes_the_new_file(kind: Kind, bird: Parrot) -> None:
     with trio.fail_after(60):
         async with open_provider(sleeper(bird.path), backend=kind) as provider:
@@ -441,6 +447,7 @@ async def test_a_start_after_it_takes_the_new_file(kind: Kind, bird: Parrot) -> 
 # -- death -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_model_that_dies_asleep_has_just_died(kind: Kind, parrot: Parrot) -> None:
     async with living(kind, sleeper(parrot.path)) as life:
         await life.fall_asleep()
@@ -449,6 +456,7 @@ async def test_a_model_that_dies_asleep_has_just_died(kind: Kind, parrot: Parrot
         assert type(end.error) is ChildDied
 
 
+@pytest.mark.slow
 async def test_a_model_that_is_killed_within_the_wake_failed_to_wake(
     kind: Kind, large: Parrot
 ) -> None:
@@ -471,6 +479,7 @@ async def test_a_model_that_is_killed_within_the_wake_failed_to_wake(
         assert "again after sleep" in str(end.error)
 
 
+@pytest.mark.slow
 async def test_a_file_that_was_spoilt_unnoticed_fails_the_wake(kind: Kind, bird: Parrot) -> None:
     async with living(kind, sleeper(bird.path)) as life:
         await life.fall_asleep()
@@ -520,6 +529,7 @@ async def test_a_wake_that_fails_twice_gives_the_model_up_and_names_the_first(
             assert provider.diagnostics().counters.failed_wakes == 1
 
 
+@pytest.mark.slow
 async def test_a_model_that_dies_after_it_woke_has_just_died(kind: Kind, parrot: Parrot) -> None:
     async with living(kind, sleeper(parrot.path)) as life:
         await life.fall_asleep()

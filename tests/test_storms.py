@@ -25,6 +25,7 @@ import attrs
 import pytest
 import trio
 from leftovers import take_census
+from moments import reach
 from programs.cycle import Accounts, balanced, cycle
 
 from llamatrio import (
@@ -277,7 +278,6 @@ async def interrupt_cycles(
     times.assert_prompt(f"Ctrl-C, {dict(ends)}", capsys)
 
 
-@pytest.mark.slow
 async def test_ctrl_c_in_a_terminal_ends_a_cycle_some_times(
     parrot: Parrot, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -312,7 +312,6 @@ def interrupt_lines(parrot: Parrot, first: int, step: int) -> int:
     return len(runs)
 
 
-@pytest.mark.slow
 def test_ctrl_c_strikes_at_some_lines_without_protection(parrot: Parrot) -> None:
     assert interrupt_lines(parrot, 3, 20) > 5
 
@@ -381,12 +380,6 @@ async def see_end_of(provider: LocalProvider, generation: int) -> None:
             return
 
 
-async def reach(provider: LocalProvider, phase: Phase) -> None:
-    async for status in provider.watch():
-        if status.phase is phase:
-            return
-
-
 async def kill_children(
     kind: Kind, parrot: Parrot, policy: Policy, rounds: int, seed: int
 ) -> Counter[str]:
@@ -424,7 +417,6 @@ policies = pytest.mark.parametrize(
 
 
 @policies
-@pytest.mark.slow
 async def test_some_kills_beside_a_stop_lose_no_request(
     kind: Kind, endless: Parrot, policy: Policy
 ) -> None:
@@ -608,7 +600,6 @@ ACTS = [start_plainly, start_in_a_nursery, stop_a_load, configure_and_chat, go_r
 
 
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: str(act.__name__))
-@pytest.mark.slow
 def test_a_provider_is_usable_after_its_caller_gave_up_at_some_step(
     kind: Kind, parrot: Parrot, act: Callable[[LocalProvider], Awaitable[None]]
 ) -> None:

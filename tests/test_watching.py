@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -15,6 +13,8 @@ import attrs
 import pytest
 import trio
 import trio.lowlevel
+from killing import kill_and_return
+from moments import first_text
 from trio.testing import MockClock
 
 from llamatrio import (
@@ -65,21 +65,6 @@ async def opened(
             yield provider
 
 
-async def first_text(reply: Reply) -> None:
-    async for _ in reply:
-        return
-
-
-async def kill(provider: LocalProvider) -> None:
-    """Kill the child, and wait for the next one."""
-    now = provider.diagnostics()
-    assert now.pid is not None
-    os.kill(now.pid, signal.SIGKILL)
-    async for status in provider.watch():
-        if (status.phase, status.generation) == (Phase.STARTED, now.generation + 1):
-            return
-
-
 async def serve(provider: LocalProvider) -> None:
     assert isinstance(await provider.submit(SHORT).wait(), Finished)
 
@@ -118,7 +103,7 @@ DOWN: list[Step] = [
 
 async def go_up_die_and_go_down(provider: LocalProvider) -> None:
     await provider.start()
-    await kill(provider)
+    await kill_and_return(provider)
     await provider.stop()
     await provider.unload_model()
 
@@ -340,6 +325,7 @@ async def test_a_snapshot_costs_little_while_a_model_works(kind: Kind, endless: 
         assert reply.outcome is None
 
 
+@pytest.mark.slow
 async def test_snapshots_neither_keep_a_model_awake_nor_wake_it(kind: Kind, parrot: Parrot) -> None:
     async with opened(config_of(parrot, sleep_after=1), kind) as provider:
         await provider.start()
@@ -410,7 +396,7 @@ async def test_every_counter_is_right_after_a_known_history(
         resumed = provider.submit(so_many(max_tokens=60, on_crash="resume"))
         await first_text(failed)
         await first_text(resumed)
-        await kill(provider)
+        await kill_and_return(provider)
         assert isinstance(await failed.wait(), Failed)
         assert isinstance(await resumed.wait(), Finished)
         expected |= {"generations": 2, "loads": 2, "crashes": 1, "restarts": 1, "accepted": 8}

@@ -193,7 +193,7 @@ class LifecycleActor(Hooks):
             lost = f"; the model was lost: {self.failure}" if self.failure else ""
             raise NotStarted(f"the provider is not started: call start() first{lost}")
         reply = self._desk.accept(request, self.policy.max_pending, self._free_slots())
-        self.counters.accepted += 1
+        self.counters.accepted = self._desk.accepted
         self._ring()
         return reply
 
@@ -407,8 +407,6 @@ class LifecycleActor(Hooks):
 
     def _take_told(self, told: _Told) -> None:
         match told.event:
-            case Opened() | Awake() if self._generation and self._generation.fault:
-                pass  # too late: it is being ended
             case Opened() | Awake():
                 self._progress = self.failure = None
                 self._take(Event.READY)
@@ -620,7 +618,7 @@ class LifecycleActor(Hooks):
 
     def _patience(self, generation: Generation) -> Patience:
         policy = self.policy
-        if generation.progress is not None and generation.began is not None:
+        if generation.loading:
             stall = policy.load_stall if generation.full is None else policy.warm_up_stall
             return Patience(stall, LoadStalled)
         if self._work and generation.session is not None:

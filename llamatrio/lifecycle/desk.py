@@ -49,6 +49,11 @@ class Desk:
       cancel_running: Gives up one that runs.
       on_settled: Is told each outcome, after its caller.
       on_all_settled: Is told that none is outstanding any more.
+
+    Attributes:
+      queue: Those that wait.
+      waiting: The same, to look at.
+      accepted: How many were taken in; the number of the last.
     """
 
     def __init__(
@@ -138,13 +143,12 @@ class Desk:
 
     def settle(self, reply: Reply, outcome: Outcome) -> None:
         """Give a request its outcome: its caller learns of it first."""
-        reply.settle(outcome)
+        final = reply.settle(outcome)
         del self._live[reply.id]
         key = reply.request.supersede
         if key is not None and self._newest.get(key) is reply:
             del self._newest[key]
-        assert reply.outcome is not None
-        self._on_settled(reply, reply.outcome)
+        self._on_settled(reply, final)
 
     def drop(self, ended_by: By | Exception, phase: Phase, nursery: trio.Nursery) -> None:
         """End all that wait. A large number of them is detached now, and settled in slices.

@@ -58,7 +58,7 @@ class Counters:
       resumed: Requests with an outcome that had been taken up again by another model.
       superseded: Requests that were cancelled by a newer one with the same key.
       expired: Requests that were cancelled by one of their limits.
-      stale: What a backend told of a generation after its end; it was dropped.
+      stale: What a backend told of a generation after its end or its fault; it was dropped.
       hook_errors: Exceptions of hooks, which were logged and changed nothing.
     """
 

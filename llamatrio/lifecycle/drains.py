@@ -28,8 +28,7 @@ class Drains:
         """Begin one; its deadline is watched in a nursery."""
         self._verbs.append(verb)
         if verb.drain_timeout is not None:
-            verb.deadline = trio.current_time() + verb.drain_timeout
-            verb.timer.deadline = verb.deadline
+            verb.timer.deadline = trio.current_time() + verb.drain_timeout
             nursery.start_soon(self._watch, verb)
 
     @enable_ki_protection
@@ -45,7 +44,7 @@ class Drains:
           live: How many requests are left.
         """
         now = trio.current_time()
-        due = [verb for verb in self._verbs if not live or verb.deadline <= now]
+        due = [verb for verb in self._verbs if not live or verb.timer.deadline <= now]
         return due[0] if due else None
 
     def take_all(self) -> list[Verb]:

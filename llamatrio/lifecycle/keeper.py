@@ -55,7 +55,7 @@ class Generation:
       session: The way to speak to the model while it is loaded; taken away in the very step that
         learns of the end, so that nothing is sent to a dead child.
       asleep: Whether the model gave its memory back until the next request.
-      progress: How far a load is, the first or one after sleep, or None if there is none.
+      loading: Whether a load is going on, the first or one after sleep.
       began: When its load began, on Trio's clock; None before.
       full: When the load's progress reached 1.0; a silent warm-up may follow. None before.
       opened: When the model was loaded, or None if it was not.
@@ -72,7 +72,7 @@ class Generation:
         self.scope: Final = trio.CancelScope()
         self.session: ModelSession | None = None
         self.asleep = False
-        self.progress: LoadProgress | None = LoadProgress()
+        self.loading = False
         self.began: float | None = None
         self.full: float | None = None
         self.opened: float | None = None
@@ -82,6 +82,12 @@ class Generation:
         self.end: Ended | None = None
         self._ended = trio.Event()
         self._pause = trio.CancelScope()
+
+    def begin(self) -> None:
+        """Note that the load begins."""
+        self.loading = True
+        self.began = trio.current_time()
+        self.look_again()
 
     async def wait_ended(self) -> Ended:
         """Wait for the last word.
@@ -96,10 +102,19 @@ class Generation:
         """Say whether an error is what this generation came to its end of."""
         return error is self.fault or (self.end is not None and error is self.end.error)
 
-    def blame(self, end: Ended) -> Ended:
-        """Let an end name the fault that it was brought about for."""
-        survived = isinstance(end.error, Unkillable)  # which is worse
-        return end if survived else attrs.evolve(end, error=self.fault)
+    def accept(self, event: SessionEvent) -> SessionEvent | None:
+        """Return what an event amounts to; None if it comes too late to mean anything.
+
+        Of a generation that is at fault only its end is of interest, and that names the fault.
+        """
+        if self.end is not None:
+            return None
+        if self.fault is None:
+            return event
+        if not isinstance(event, Ended):
+            return None
+        survived = isinstance(event.error, Unkillable)  # which is worse
+        return event if survived else attrs.evolve(event, error=self.fault)
 
     def describe(self, end: Ended, error: LlamatrioError, *, first: bool) -> Life:
         """Sum up this generation, which has come to its end, for the policy."""
@@ -119,23 +134,21 @@ class Generation:
         self.signs += 1
         match event:
             case LoadProgress():
-                self.progress = event
+                self.loading = True
                 if self.full is None and (event.value or 0) >= 1:
                     self.full = trio.current_time()
             case Opened():
-                if self.fault is None:
-                    self.session = event.session
+                self.session = event.session
                 self.opened = trio.current_time()
-                self.progress = None
+                self.loading = False
             case Asleep():
                 self.asleep = True
                 self.full = None
             case Awake():
-                self.asleep = False
-                self.progress = None
+                self.asleep = self.loading = False
             case Ended():
                 self.session = None
-                self.progress = None
+                self.loading = False
                 self.end = event
                 self._ended.set()
             case Unexpected():
@@ -163,30 +176,28 @@ async def keep(
       generation: What to run; cancelling its scope ends it.
       delay: Seconds to wait first.
       report: Is told every event, the last of them `Ended`, exactly once. What a backend tells
-        after that is lost.
+        after that is lost, and so is all but `Ended` once the generation is at fault.
       on_stale: Is told of each such loss.
     """
 
     def publish(event: SessionEvent) -> None:
-        if generation.end is not None:
+        accepted = generation.accept(event)
+        if accepted is None:
             on_stale()
-        else:
-            if isinstance(event, Ended) and generation.fault is not None:
-                event = generation.blame(event)
-            generation.note(event)
-            try:
-                report(generation, event)
-            except ChildError as exc:  # before its connections are cut: they are to know why
-                generation.fault = generation.fault or exc
-                raise
+            return
+        generation.note(accepted)
+        try:
+            report(generation, accepted)
+        except ChildError as exc:  # before its connections are cut: they are to know why
+            generation.fault = exc
+            raise
 
     error: LlamatrioError | None = None
     try:  # around the scope, which first takes a cancel out of a group
         with generation.scope:
             if delay > 0:
                 await trio.sleep(delay)
-            generation.began = trio.current_time()
-            generation.look_again()
+            generation.begin()
             await generation.backend.run(generation.config, publish)
     except LlamatrioError as exc:
         error = exc

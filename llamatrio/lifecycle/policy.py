@@ -150,6 +150,17 @@ def _woke_twice_in_vain(lives: Sequence[Life]) -> bool:
     return not last.opened or (isinstance(last.error, WakeFailed) and not last.finished)
 
 
+def check_policy(policy: object) -> Policy:
+    """Return a policy that is one.
+
+    Raises:
+      SpecificationError: if it is none.
+    """
+    if not isinstance(policy, Policy):
+        raise SpecificationError(f"not a Policy: {policy!r}")
+    return policy
+
+
 def _check(name: str, value: object, *, zero: bool, whole: bool = False) -> None:
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
     if (number > 0 or (zero and number == 0)) and (isinstance(number, int) or not whole):

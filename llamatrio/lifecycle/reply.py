@@ -42,6 +42,7 @@ class Reply:
       outcome: How it ended; None until then. It is set exactly once.
       progress: How much of the prompt has been read, or None if that is not known yet.
       submitted_at: When it was accepted, on Trio's clock.
+      has_run: Whether it has ever had a slot.
       resumed: How often its model died and it was taken up again by the next.
     """
 
@@ -51,15 +52,15 @@ class Reply:
         "_admitted",
         "_begun_with",
         "_deltas",
-        "_fruitless",
         "_interrupted",
         "_made",
         "_news",
         "_on_cancel",
         "_prompt",
         "_running",
-        "_tries",
         "_waiting_phase",
+        "_was_fruitless",
+        "has_run",
         "id",
         "outcome",
         "progress",
@@ -87,11 +88,11 @@ class Reply:
         self._running = False
         self._admitted = False
         self._begun_with = 0  # pieces that there were when it got its slot
-        self._tries = 0
+        self.has_run = False
         self._interrupted = False  # a model died that had begun with it
         self._made = 0  # tokens, by models that died
         self._prompt: int | None = None  # tokens of the prompt, without those
-        self._fruitless = 0  # tries in a row that added no piece
+        self._was_fruitless = False  # whether its last try added no piece
         self._deltas: list[Delta] | None = None
         self._news: trio.lowlevel.ParkingLot | None = None
 
@@ -208,11 +209,6 @@ class Reply:
             case None:
                 raise AssertionError("no outcome yet")
 
-    @property
-    def has_run(self) -> bool:
-        """Whether it has ever had a slot."""
-        return self._tries > 0
-
     # -- for the work --------------------------------------------------------------------------
 
     def begin(self) -> Request | None:
@@ -221,7 +217,7 @@ class Reply:
         None if the answer had reached its bound when its model died: nothing is to be asked.
         """
         self._running = True
-        self._tries += 1
+        self.has_run = True
         self._admitted = False
         self._begun_with = self.tokens
         self.resumed += self._interrupted
@@ -246,14 +242,14 @@ class Reply:
         It may, if that model had not begun with it, or if it is to be taken up again; but not twice
         in a row to no avail, for it may be what kills them.
         """
-        advanced = self.tokens > self._begun_with
-        self._fruitless = 0 if advanced else self._fruitless + 1
         resumable = self.request.on_crash == "resume" and not self.reasoning
-        return self._fruitless <= 1 and (resumable or not self._admitted)
+        in_vain = self._was_fruitless and self.tokens == self._begun_with
+        return not in_vain and (resumable or not self._admitted)
 
     def leave_slot(self) -> None:
         """Note that it waits again, to be run by another model."""
         self._running = False
+        self._was_fruitless = self.tokens == self._begun_with
         self._interrupted = self._admitted
         if self._prompt is None and self.progress is not None:
             self._prompt = self.progress.total
@@ -273,11 +269,13 @@ class Reply:
         cached = min(usage.cached, prompt)  # the rest was of the answer
         return attrs.evolve(finished, usage=Usage(prompt, cached, usage.completion + made))
 
-    def settle(self, outcome: Outcome) -> None:
-        """Take the outcome, the only one."""
+    def settle(self, outcome: Outcome) -> Outcome:
+        """Take the outcome, the only one, and return it with what it has to say of its tries."""
         assert self.outcome is None, f"{self!r} has an outcome already"
-        self.outcome = attrs.evolve(outcome, resumed=self.resumed) if self.resumed else outcome
+        final = attrs.evolve(outcome, resumed=self.resumed) if self.resumed else outcome
+        self.outcome = final
         self._wake()
+        return final
 
     def _wake(self) -> None:
         if self._news is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from itertools import count
 
@@ -26,12 +25,10 @@ class Verb:
       policy: The policy to take with it, if any.
       on_effect: Is called when the wish begins to come true.
       error: Why it did not, if it did not.
-      withdrawn: Whether the caller has given it up, and it is to have no effect.
       abandoned: Whether nobody waits for the answer any more.
       drain: Whether a STOP serves first what was accepted.
       drain_timeout: Seconds that this may take; None for any time.
-      deadline: When it ends, on Trio's clock.
-      timer: The scope of whoever waits for that.
+      timer: The scope of whoever waits for the end of that time.
       order: Tells which of two wishes came first.
     """
 
@@ -40,14 +37,20 @@ class Verb:
     policy: Policy | None = None
     on_effect: Callable[[], None] = lambda: None
     error: Exception | None = None
-    withdrawn: bool = False
     abandoned: bool = False
     drain: bool = False
     drain_timeout: float | None = None
-    deadline: float = math.inf
     timer: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     order: int = attrs.field(factory=count().__next__, init=False)
     _done: trio.Event = attrs.field(factory=trio.Event)
+
+    @property
+    def withdrawn(self) -> bool:
+        """Whether it is to have no effect, because nobody waits for it.
+
+        Somebody who stops in a `finally` wants it stopped, whether he can wait or not.
+        """
+        return self.abandoned and self.event in (Event.START, Event.RECONFIGURE)
 
     def answer(self, error: Exception | None = None) -> None:
         """Let the caller go on, or raise there; only the first answer counts."""
@@ -65,8 +68,6 @@ class Verb:
             await self._done.wait()
         except BaseException:  # Cancelled, or a Ctrl-C
             self.abandoned = True
-            # Somebody who stops in a `finally` wants it stopped, whether he can wait or not.
-            self.withdrawn = self.event in (Event.START, Event.RECONFIGURE)
             raise
         if self.error is not None:
             raise self.error

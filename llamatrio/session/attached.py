@@ -60,7 +60,7 @@ _BREAKS: Final = (OSError, trio.BrokenResourceError, h11.RemoteProtocolError)
 
 
 @attrs.frozen
-class Site:
+class Location:
     """What a URL says.
 
     Attributes:
@@ -78,7 +78,7 @@ class Site:
     tls: bool = False
 
 
-def parse_url(url: str) -> Site:
+def parse_url(url: str) -> Location:
     """Read the URL of a server: `http://host:port/base`, `https://...` or `unix:/path/x.sock`.
 
     A `/v1` at its end changes nothing.
@@ -89,7 +89,7 @@ def parse_url(url: str) -> Site:
     if not isinstance(url, str):
         raise SpecificationError(f"a URL is a text, not {type(url).__name__}")
     if url.startswith("unix:"):
-        return _unix_site(url)
+        return _unix_location(url)
     if not re.fullmatch(r"[!-~]+", url):
         raise SpecificationError("a URL has neither blanks nor letters beyond ASCII")
     try:
@@ -102,17 +102,17 @@ def parse_url(url: str) -> Site:
     tls = split.scheme == "https"
     address = (split.hostname, port if port is not None else 443 if tls else 80)
     base = split.path.rstrip("/").removesuffix("/v1").rstrip("/")
-    return Site(url, address, split.netloc, base, tls)
+    return Location(url, address, split.netloc, base, tls)
 
 
-def _unix_site(url: str) -> Site:
+def _unix_location(url: str) -> Location:
     path = url.removeprefix("unix:")
     path = path.removeprefix("//") if path.startswith("///") else path
     if not path.startswith("/") or path.startswith("//") or "\0" in path:
         raise SpecificationError("a unix socket is named by its absolute path: unix:/path/x.sock")
     if sys.platform == "win32":
         raise SpecificationError("there are no unix sockets here: use http://")
-    return Site(url, path, "localhost")
+    return Location(url, path, "localhost")
 
 
 def _check_split(split: SplitResult) -> None:
@@ -130,7 +130,7 @@ def _check_split(split: SplitResult) -> None:
 
 
 @attrs.frozen
-class Terms:
+class ServerInfo:
     """What a server told of itself.
 
     Attributes:
@@ -197,21 +197,21 @@ class AttachedSession(ModelSession):
     """Speaks to a server that somebody else owns.
 
     Args:
-      road: How to reach it.
-      terms: What it told of itself.
+      endpoint: How to reach it.
+      server: What it told of itself.
     """
 
-    def __init__(self, road: Road, terms: Terms) -> None:
-        self._road = road
-        self._terms = terms
+    def __init__(self, endpoint: Endpoint, server: ServerInfo) -> None:
+        self._endpoint = endpoint
+        self._server = server
 
     def __repr__(self) -> str:
-        return f"<AttachedSession {self._road.site.url}>"
+        return f"<AttachedSession {self._endpoint.location.url}>"
 
     @property
     def info(self) -> Mapping[str, object]:
         """What the server says of the model."""
-        return self._terms.info
+        return self._server.info
 
     @enable_ki_protection
     async def perform(self, request: Request, emit: Emit) -> Finished:
@@ -224,51 +224,53 @@ class AttachedSession(ModelSession):
           NotOwned: if it would load or unload a model.
           SpecificationError: if this server could not honour it.
         """
-        check_request(request, self._terms.dialect)
+        check_request(request, self._server.dialect)
         target, body = self._target(request), self._encode(request)
-        road = self._road
-        connection = await road.connect()
+        endpoint = self._endpoint
+        connection = await endpoint.connect()
         try:
             with closing(connection):
-                await connection.send(request.method, target, body, road.key, road.site.host)
+                await connection.send(
+                    request.method, target, body, endpoint.key, endpoint.location.host
+                )
                 response = await connection.response()
                 return await read_answer(connection, response, request, emit)
         except _BREAKS as exc:
-            message = f"the connection to {road.site.url} broke: {_reason(exc)}"
-            raise StreamBroken(road.redacted(message)) from exc
+            message = f"the connection to {endpoint.location.url} broke: {_reason(exc)}"
+            raise StreamBroken(endpoint.redacted(message)) from exc
         except RequestRefused as exc:
-            raise road.redact_refusal(exc) from None
+            raise endpoint.redact_refusal(exc) from None
 
     def _target(self, request: Request) -> str:
-        if self._terms.dialect == "openai":
-            return self._terms.root + request.path.removeprefix("/v1")
-        return self._road.site.base + request.path
+        if self._server.dialect == "openai":
+            return self._server.root + request.path.removeprefix("/v1")
+        return self._endpoint.location.base + request.path
 
     def _encode(self, request: Request) -> bytes:
-        openai = self._terms.dialect == "openai"
+        openai = self._server.dialect == "openai"
         names = isinstance(request.body, Mapping) and "model" in request.body
-        if openai and request.method == "POST" and not names and self._terms.model is None:
+        if openai and request.method == "POST" and not names and self._server.model is None:
             raise SpecificationError(
                 "the server has several models, or none: name one as `model` in the request, or "
                 "once for all with attach_provider(model=...)"
             )
-        return request.encode_for(self._terms.model, openai=openai)
+        return request.encode_for(self._server.model, openai=openai)
 
 
 # -- how it is reached -------------------------------------------------------------------------
 
 
 @attrs.frozen
-class Road:
+class Endpoint:
     """The way to a server.
 
     Attributes:
-      site: Where it is.
+      location: Where it is.
       key: What it wants to hear; None for nothing.
       tls: How TLS is spoken; None if it is not.
     """
 
-    site: Site
+    location: Location
     key: str | None = attrs.field(default=None, repr=False)
     tls: ssl.SSLContext | None = None
 
@@ -284,13 +286,13 @@ class Road:
             with trio.fail_after(CONNECT):
                 return await self._connect()
         except trio.TooSlowError:
-            message = f"{self.site.url} takes no connection within {CONNECT:g} s"
+            message = f"{self.location.url} takes no connection within {CONNECT:g} s"
             raise ServerGone(message) from None
         except (*_BREAKS, ValueError) as exc:  # the latter for a host whose name cannot be one
-            raise ServerGone(f"{self.site.url} cannot be reached: {_reason(exc)}") from exc
+            raise ServerGone(f"{self.location.url} cannot be reached: {_reason(exc)}") from exc
 
     async def _connect(self) -> Connection:
-        address = self.site.address
+        address = self.location.address
         if isinstance(address, str):
             return Connection(await trio.open_unix_socket(address))
         transport = await trio.open_tcp_stream(*address)
@@ -403,14 +405,14 @@ class AttachedBackend(Backend):
         dialect: Dialect | None = None,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
-        site = parse_url(url)
-        _check(site, key, model, dialect, ssl_context)
-        if site.tls and ssl_context is None:
+        location = parse_url(url)
+        _check(location, key, model, dialect, ssl_context)
+        if location.tls and ssl_context is None:
             ssl_context = ssl.create_default_context()
-        self._road = Road(site, key, ssl_context)
+        self._endpoint = Endpoint(location, key, ssl_context)
         self._model = model
         self._named: Dialect | None = dialect
-        self._terms: Terms | None = None
+        self._server: ServerInfo | None = None
 
     def __repr__(self) -> str:
         return f"<AttachedBackend {self.url}>"
@@ -418,12 +420,12 @@ class AttachedBackend(Backend):
     @property
     def url(self) -> str:
         """Where the server is."""
-        return self._road.site.url
+        return self._endpoint.location.url
 
     @property
     def dialect(self) -> Dialect | None:
         """What the server speaks; None while that is not known."""
-        return self._terms.dialect if self._terms else self._named
+        return self._server.dialect if self._server else self._named
 
     def signs_of_life(self) -> object:
         """Return another value each time: a server's silence is for the limits of requests."""
@@ -447,11 +449,11 @@ class AttachedBackend(Backend):
         while (await self._ask("/health")).says_loading:
             publish(LoadProgress(stage="model", stages=("model",)))
             await trio.sleep(POLL)
-        self._terms = await self._find_terms()
-        publish(Opened(AttachedSession(self._road, self._terms)))
+        self._server = await self._find_out()
+        publish(Opened(AttachedSession(self._endpoint, self._server)))
         await trio.sleep_forever()
 
-    async def _find_terms(self) -> Terms:
+    async def _find_out(self) -> ServerInfo:
         for root in ("/v1", ""):
             answer = await self._ask(f"{root}/models")
             if answer.status != 404:
@@ -460,20 +462,20 @@ class AttachedBackend(Backend):
         entries = _entries(answer.json)
         if entries is None:
             raise NotReachable(f"what answers at {self.url} has no list of models: see the URL")
-        return self._terms_of(self._road.site.base + root, answer, entries)
+        return self._describe(self._endpoint.location.base + root, answer, entries)
 
     def _check_status(self, answer: _Answer) -> None:
         if answer.status in (401, 403):
-            how = "wants a key" if self._road.key is None else "does not take the key"
+            how = "wants a key" if self._endpoint.key is None else "does not take the key"
             raise KeyRefused(f"the server at {self.url} {how} (status {answer.status})")
         if answer.status != 200:
             raise NotReachable(
                 f"what answers at {self.url} gives status {answer.status} for its list of models"
             )
 
-    def _terms_of(
+    def _describe(
         self, root: str, answer: _Answer, entries: Sequence[Mapping[str, object]]
-    ) -> Terms:
+    ) -> ServerInfo:
         llama = answer.server == b"llama.cpp" or any(
             entry.get("owned_by") == "llamacpp" for entry in entries
         )
@@ -486,10 +488,10 @@ class AttachedBackend(Backend):
                 raise SpecificationError(
                     f"the server at {self.url} has no model {self._model!r}; it has {some}"
                 )
-            return Terms(dialect, root, self._model, entry)
+            return ServerInfo(dialect, root, self._model, entry)
         alone = entry.get("id")
         model = self._model or (alone if isinstance(alone, str) else None)
-        return Terms(dialect, root, model, entry)
+        return ServerInfo(dialect, root, model, entry)
 
     def _choose(self, entries: Sequence[Mapping[str, object]]) -> Mapping[str, object]:
         if self._model is None:
@@ -497,11 +499,11 @@ class AttachedBackend(Backend):
         return next((entry for entry in entries if self._model in _names(entry)), {})
 
     async def _ask(self, path: str) -> _Answer:
-        road = self._road
+        endpoint = self._endpoint
         try:
-            with trio.fail_after(ANSWER), closing(await road.connect()) as connection:
-                target = road.site.base + path
-                await connection.send("GET", target, b"", road.key, road.site.host)
+            with trio.fail_after(ANSWER), closing(await endpoint.connect()) as connection:
+                target = endpoint.location.base + path
+                await connection.send("GET", target, b"", endpoint.key, endpoint.location.host)
                 response = await connection.response()
                 body = await read_body(connection)
                 return _Answer(response.status_code, header_of(response, b"server"), body)
@@ -512,11 +514,11 @@ class AttachedBackend(Backend):
             raise NotReachable(exc.message) from exc.__cause__
         except (*_BREAKS, StreamBroken, AnswerTooLarge) as exc:
             message = f"what answers at {self.url} does not speak HTTP as it should: {_reason(exc)}"
-            raise NotReachable(road.redacted(message)) from exc
+            raise NotReachable(endpoint.redacted(message)) from exc
 
 
 def _check(
-    site: Site,
+    location: Location,
     key: str | None,
     model: str | None,
     dialect: Dialect | None,
@@ -530,7 +532,7 @@ def _check(
         raise SpecificationError(f'dialect is "llama", "openai" or None, not {dialect!r}')
     if ssl_context is not None and not isinstance(ssl_context, ssl.SSLContext):
         raise SpecificationError(f"not an SSLContext: {ssl_context!r}")
-    if ssl_context is not None and not site.tls:
+    if ssl_context is not None and not location.tls:
         raise SpecificationError("an ssl_context is for https://")
 
 

@@ -164,6 +164,9 @@ class Guard:
       files: What the model was loaded from, as it was before it was loaded.
       pinned: The SHA-256 of the first of them, if it is given.
       digests: Who computes it.
+
+    Attributes:
+      waking: Whether the model is being loaded again, after sleep.
     """
 
     def __init__(self, files: Sequence[Identity], pinned: str | None, digests: Digests) -> None:
@@ -171,6 +174,7 @@ class Guard:
         self._pinned = pinned
         self._digests = digests
         self._lock = trio.Lock()
+        self.waking = False
         self._asleep = False
         self._verified = True  # by whoever loaded it
         self._verifications = 0
@@ -186,9 +190,10 @@ class Guard:
         match record:
             case Sleeping():
                 self._asleep, self._verified = True, False
-            case Loading():
-                self._asleep = False
+            case Loading() if self._asleep:
+                self._asleep, self.waking = False, True
             case Ready():
+                self.waking = False
                 self._compare()
             case _:
                 pass

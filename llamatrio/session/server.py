@@ -239,8 +239,6 @@ class _Translator:
         self._publish_end = publish_end
         self._secrets = secrets
         self._opened = False
-        self._asleep = False
-        self._waking = False
         self._fault: ChildError | None = None
         self._unexpected = 0  # lines on stdout since the last that was told
         self._quiet_until = -math.inf
@@ -276,7 +274,6 @@ class _Translator:
     def _tell(self, record: Record) -> None:
         match record:
             case Loading():
-                self._waking = self._asleep
                 self._publish(LoadProgress(record.value, record.stage, record.stages))
             case Downloading():
                 share = record.downloaded / record.total if record.total > 0 else None
@@ -284,7 +281,6 @@ class _Translator:
             case Ready():
                 self._on_ready(record)
             case Sleeping():
-                self._asleep = True
                 self._publish(Asleep())
             case Unknown():
                 state = redact(record.state, self._secrets)[:200]
@@ -293,7 +289,6 @@ class _Translator:
     def _on_ready(self, record: Ready) -> None:
         if record.info is not None:  # null after sleep: what we know stays true
             self.session.learn(record.info)
-        self._asleep = self._waking = False
         if self._opened:
             self._publish(Awake())
         else:
@@ -321,7 +316,7 @@ class _Translator:
             return None
         why = f": {exit.headline}" if exit.headline else ""
         what = f"the child {exit} while loading {self._config.model!r}"
-        if self._waking:
+        if self._guard.waking:
             return WakeFailed(f"{what} again after sleep{why}", exit)
         if exit.ready:
             return ChildDied(f"the child {exit}", exit)
