@@ -12,8 +12,9 @@ The rooms of the package, each of which imports only from those above it:
 * `provider`: the contract, and `open_provider`
 * `attached`: a provider over a server that somebody else owns
 * `testing`: a kit for your own tests
+* `fixture`: a check of one child, for everybody to run
 
-The first five, `wire`, `child.launch`, `lifecycle.phases` and `lifecycle.queue` do no I/O.
+A module that does no I/O says so: its docstring begins with "PURE." (but for `errors`).
 """
 
 from llamatrio import outcomes as outcomes
@@ -33,7 +34,9 @@ from llamatrio.calls import (
     rerank_request as rerank_request,
     tokenize_request as tokenize_request,
 )
+from llamatrio.child.evidence import Evidence as Evidence
 from llamatrio.child.exits import Exit as Exit
+from llamatrio.child.isolation import Isolation as Isolation, Network as Network
 from llamatrio.child.launch import (
     Bounds as Bounds,
     Hosted as Hosted,
@@ -41,6 +44,8 @@ from llamatrio.child.launch import (
     Own as Own,
     Stock as Stock,
 )
+from llamatrio.child.logs import LogLine as LogLine, LogWatch as LogWatch
+from llamatrio.child.manifest import Manifest as Manifest
 from llamatrio.child.pumps import Tally as Tally
 from llamatrio.config import Lora as Lora, ModelConfig as ModelConfig
 from llamatrio.conveniences import Calls as Calls
@@ -52,11 +57,13 @@ from llamatrio.errors import (
     ChildSilent as ChildSilent,
     ClosedError as ClosedError,
     ContextExceeded as ContextExceeded,
+    ForeignServer as ForeignServer,
     KeyRefused as KeyRefused,
     LimitError as LimitError,
     LlamatrioError as LlamatrioError,
     LoadFailed as LoadFailed,
     LoadStalled as LoadStalled,
+    MergedStreams as MergedStreams,
     ModelChanged as ModelChanged,
     ModelFileError as ModelFileError,
     NoHandshake as NoHandshake,
@@ -74,6 +81,7 @@ from llamatrio.errors import (
     SpecificationError as SpecificationError,
     StartInterrupted as StartInterrupted,
     StateFlood as StateFlood,
+    StdoutClosed as StdoutClosed,
     StreamBroken as StreamBroken,
     Unkillable as Unkillable,
     VerbInHook as VerbInHook,
@@ -123,6 +131,7 @@ from llamatrio.session.base import (
     LoadProgress as LoadProgress,
     ModelSession as ModelSession,
 )
+from llamatrio.session.native import NativeBackend as NativeBackend
 from llamatrio.session.server import ServerBackend as ServerBackend
 from llamatrio.session.sockets import SocketPathTooLong as SocketPathTooLong
 
@@ -147,8 +156,11 @@ __all__ = [
     "Delta",
     "Diagnostics",
     "Event",
+    "Evidence",
     "Exit",
+    "ForeignServer",
     "Hosted",
+    "Isolation",
     "KeyRefused",
     "Ladder",
     "Life",
@@ -160,10 +172,17 @@ __all__ = [
     "LoadProgress",
     "LoadStalled",
     "LocalProvider",
+    "LogLine",
+    "LogWatch",
     "Lora",
+    "Manifest",
+    "MergedStreams",
     "ModelChanged",
+    "ModelConfig",
     "ModelFileError",
     "ModelSession",
+    "NativeBackend",
+    "Network",
     "NoHandshake",
     "NotOwned",
     "NotReachable",
@@ -182,6 +201,7 @@ __all__ = [
     "RequestCancelled",
     "RequestFailed",
     "RequestRefused",
+    "Result",
     "ServerBackend",
     "ServerGone",
     "SocketPathTooLong",
@@ -190,6 +210,7 @@ __all__ = [
     "StartInterrupted",
     "StateFlood",
     "Status",
+    "StdoutClosed",
     "Stock",
     "StreamBroken",
     "Tally",

@@ -146,8 +146,52 @@ class ModelChanged(ChildError):
     """
 
 
+class MergedStreams(SpecificationError, ChildError):
+    """Something merges the child's stdout and stderr, so that a record could be a line of a log.
+
+    Where that shows in the command, nothing was started; else the child was ended. It would be no
+    better the next time, so it is not tried again.
+
+    Args:
+      message: What is wrong, in one sentence.
+      exit: Always None, as for every fault for which a child is ended.
+      stderr_tail: The last lines of the child's log, secrets left out; empty if there were none.
+      evidence: What was seen, in sentences.
+      suggestion: A command line that would work.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        exit: Exit | None = None,
+        stderr_tail: str | None = None,
+        evidence: tuple[str, ...] = (),
+        suggestion: str = "",
+    ) -> None:
+        super().__init__(message, exit, stderr_tail)
+        self.args = (message, exit, stderr_tail, evidence, suggestion)
+        self.evidence = evidence
+        self.suggestion = suggestion
+
+    def __str__(self) -> str:
+        seen = "".join(f"; {sentence}" for sentence in self.evidence)
+        instead = f"; this keeps them apart: {self.suggestion}" if self.suggestion else ""
+        return f"{self.message}{seen}{instead}"
+
+
+class StdoutClosed(ChildError):
+    """The child closed its stdout while it went on, so that no record of it can come; it was ended.
+
+    A model that falls asleep, or wakes up with another file, could not say so any more.
+    """
+
+
 class NoHandshake(ChildError):
     """The child wrote no lifecycle record in time; it was ended."""
+
+
+class ForeignServer(ChildError):
+    """Another program answers at the child's port. It was asked nothing; the child was ended."""
 
 
 class StateFlood(ChildError):

@@ -6,12 +6,16 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Final, TypeAlias, TypeVar
 
+import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
 from llamatrio.blocks import block
+from llamatrio.child.console import LogColors
+from llamatrio.child.isolation import Network
 from llamatrio.child.launch import Hosted, Kind, Own, Stock
 from llamatrio.config import ModelConfig
 from llamatrio.errors import SpecificationError
@@ -39,6 +43,10 @@ async def open_provider(
     actor: ActorFactory = LifecycleActor,
     name: str | None = None,
     runtime_dir: str | os.PathLike[str] | None = None,
+    network: Network = "auto",
+    log_colors: LogColors = False,
+    strict_files: bool = False,
+    black_box: str | os.PathLike[str] | None = None,
 ) -> AsyncGenerator[LocalProvider, None]:
     """Own a model for the length of a block.
 
@@ -62,6 +70,16 @@ async def open_provider(
       name: The child's log goes to the logger `llamatrio.child.` and this; None for "model".
       runtime_dir: Where the private directory with the child's socket is made. None for the usual
         place for temporary files.
+      network: Which network the child has: "none", or that of the "host"; "auto" for none where the
+        system allows it and the child has no use for one. `Diagnostics.isolation` says what holds.
+      log_colors: Whether lines of the child's log keep their colours, each of which ends with its
+        line; "auto" for what our stderr and the environment say (see
+        `llamatrio.wire.ansi.may_use_colors`).
+      strict_files: Whether to refuse a program, or a file of the model, that everybody on this
+        machine may change; otherwise that is a warning (see `LocalProvider.manifest`). Files of a
+        model that `ModelConfig.sha256` pins are refused in any case.
+      black_box: A directory. Each model that is lost leaves a file of at most 256 KiB there, which
+        says how: see `python -m llamatrio replay`. The last 32 are kept. None for no such file.
 
     Raises:
       SpecificationError: if the configuration cannot work.
@@ -69,7 +87,8 @@ async def open_provider(
       Exception: what a decider of the actor raised; the body is cancelled for it.
       LlamatrioError: why the model was lost, if `policy.on_give_up` is "raise".
     """
-    made = _make(config, backend, policy, actor, name, runtime_dir)
+    options = ChildOptions(name, runtime_dir, network, log_colors, strict_files)
+    made = _make(config, backend, policy, actor, black_box, options)
     async with own(LocalProvider(made), made) as provider:
         yield provider
 
@@ -83,6 +102,10 @@ def connect_provider(
     actor: ActorFactory = LifecycleActor,
     name: str | None = None,
     runtime_dir: str | os.PathLike[str] | None = None,
+    network: Network = "auto",
+    log_colors: LogColors = False,
+    strict_files: bool = False,
+    black_box: str | os.PathLike[str] | None = None,
 ) -> LocalProvider:
     """Own a model for as long as a nursery of yours, or until `aclose`.
 
@@ -98,9 +121,32 @@ def connect_provider(
     Raises:
       SpecificationError: if the configuration cannot work.
     """
-    made = _make(config, backend, policy, actor, name, runtime_dir)
+    options = ChildOptions(name, runtime_dir, network, log_colors, strict_files)
+    made = _make(config, backend, policy, actor, black_box, options)
     nursery.start_soon(_live, made)
     return LocalProvider(made)
+
+
+@attrs.frozen
+class ChildOptions:
+    """What is for a kind of child, and not for a `Backend`; see `open_provider`."""
+
+    name: str | None = None
+    runtime_dir: str | os.PathLike[str] | None = None
+    network: Network = "auto"
+    log_colors: LogColors = False
+    strict_files: bool = False
+
+    def make_backend(self, kind: Kind | None) -> Backend:
+        """Make what runs a child of this kind."""
+        return ServerBackend(
+            kind,
+            name=self.name or "model",
+            runtime_dir=self.runtime_dir,
+            network=self.network,
+            log_colors=self.log_colors,
+            strict_files=self.strict_files,
+        )
 
 
 def _make(
@@ -108,18 +154,21 @@ def _make(
     backend: Backend | Kind | None,
     policy: Policy | None,
     actor: ActorFactory,
-    name: str | None,
-    runtime_dir: str | os.PathLike[str] | None,
+    black_box: str | os.PathLike[str] | None,
+    options: ChildOptions,
 ) -> LifecycleActor:
     if not isinstance(config, ModelConfig):
         raise SpecificationError(f"not a ModelConfig: {config!r}")
     if not isinstance(backend, Backend | Hosted | Stock | Own | None):
         raise SpecificationError(f"not a backend: {backend!r}; Hosted(), for one, is")
     if isinstance(backend, Hosted | Stock | Own) or backend is None:
-        backend = ServerBackend(backend, name=name or "model", runtime_dir=runtime_dir)
-    elif name is not None or runtime_dir is not None:
-        raise SpecificationError("name and runtime_dir are for children, not for a Backend")
+        backend = options.make_backend(backend)
+    elif options != ChildOptions():
+        names = ", ".join(field.name for field in attrs.fields(ChildOptions))
+        raise SpecificationError(f"{names} are for children, not for a Backend")
     made = actor(config, backend)
+    if black_box is not None:
+        made.recorder.directory = Path(black_box).absolute()
     if policy is not None:
         made.set_policy(check_policy(policy))
     return made

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import update_wrapper
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 import trio
@@ -14,6 +15,9 @@ from trio.lowlevel import enable_ki_protection
 
 from llamatrio.blocks import block
 from llamatrio.calls import check_task
+from llamatrio.child.evidence import Evidence
+from llamatrio.child.logs import LogWatch
+from llamatrio.child.manifest import Manifest
 from llamatrio.config import ModelConfig, Task
 from llamatrio.conveniences import Calls
 from llamatrio.errors import LlamatrioError, ProviderClosed, SpecificationError
@@ -372,6 +376,49 @@ class LocalProvider(ActorProvider):
     def task(self) -> Task:
         """What the model is loaded for."""
         return self.config.task
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """With what the present or last process was started; None before the first."""
+        return self._actor.backend.manifest
+
+    @property
+    def evidence(self) -> tuple[Evidence, ...]:
+        """Bytes that were wrong on the pipes of the model's processes: the last pieces of them."""
+        return self._actor.backend.evidence
+
+    @property
+    def black_box(self) -> Path | None:
+        """The last black box that was written; None if there is none."""
+        return self._actor.recorder.written
+
+    @enable_ki_protection
+    async def examine(self) -> Manifest | None:
+        """Look at all that the manifest names again: hash every file, and ask the model its build.
+
+        Returns:
+          The manifest, which from now on is this; None before the first process.
+
+        Cancellation: abandons it; the old manifest stays.
+        """
+        return await self._actor.backend.examine()
+
+    def watch_logs(self, lines: int = 2000) -> LogWatch:
+        """Follow the log of the model's processes: `async for line in provider.watch_logs()`.
+
+        Any number may, each at its own pace: one that is slow delays nobody, but loses the oldest
+        lines, which its `dropped` counts. A line that is not finished in time, such as a progress
+        bar, comes in parts. The loop ends when the provider's block is left.
+
+        Args:
+          lines: How many lines may wait for this reader.
+
+        Raises:
+          SpecificationError: if that is no positive number.
+        """
+        if not isinstance(lines, int) or lines < 1:
+            raise SpecificationError(f"lines must be a positive number, not {lines!r}")
+        return self._actor.watch_logs(lines)
 
     @enable_ki_protection
     def submit(self, request: Request) -> Reply:

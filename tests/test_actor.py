@@ -214,6 +214,7 @@ async def test_a_start_whose_caller_gave_up_while_it_was_postponed_loads_nothing
 async def test_a_start_whose_caller_gave_up_during_the_load_goes_on(
     autojump_clock: MockClock,
 ) -> None:
+    # https://github.com/ollama/ollama/issues/8006: the load is the model's; `stop` gives it up.
     async with open_scripted_provider() as provider:
         with trio.move_on_after(0.5) as scope:
             await provider.start()

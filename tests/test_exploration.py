@@ -724,6 +724,7 @@ LARGE: Final = {
 }
 
 
+@pytest.mark.slow
 async def test_small_worlds_come_to_rest_and_lead_to_every_cell_of_the_table(
     autojump_clock: MockClock,
 ) -> None:

@@ -282,7 +282,7 @@ async def test_a_kill_in_each_state_loses_no_request(kind: Kind, fast: Parrot) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("seed", [2, pytest.param(3, marks=pytest.mark.soak)])
 async def test_250_kills_in_all_states_lose_no_request(
     kind: Kind, fast: Parrot, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -369,11 +369,12 @@ async def let_all_go_on(provider: LocalProvider, words: int) -> None:
         await reply.read(reply.tokens + words - 1)
 
 
+@pytest.mark.slow
 async def test_some_broken_answers_are_what_they_would_have_been(kind: Kind, fast: Parrot) -> None:
     await kill_and_resume(kind, fast, 8, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 async def test_1000_broken_answers_are_what_they_would_have_been(
     kind: Kind, fast: Parrot, capsys: pytest.CaptureFixture[str]

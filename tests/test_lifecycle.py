@@ -129,6 +129,7 @@ async def test_stop_ends_one_running_and_fifty_pending_as_cancelled(
 async def test_stop_and_unload_with_a_stream_open_end_the_child_with_0(
     kind: Kind, endless: Parrot
 ) -> None:
+    # https://github.com/withcatai/node-llama-cpp/issues/631
     with trio.fail_after(60):
         config = ModelConfig(endless.path, threads=1)
         async with open_provider(config, backend=kind) as provider:
@@ -224,6 +225,7 @@ async def test_start_takes_a_task_status_of_trio(parrot: Parrot) -> None:
 async def test_a_new_configuration_unloads_the_old_model_first(
     kind: Kind, parrot: Parrot, endless: Parrot
 ) -> None:
+    # https://github.com/docker/model-runner/issues/726: a life keeps what it was started with.
     with trio.fail_after(60):
         async with open_provider(ModelConfig(parrot.path), backend=kind) as provider:
             await provider.start()

@@ -768,7 +768,9 @@ async def learn(model: Parrot, kind: Kind) -> Mapping[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(15, 40))]
+)
 async def test_random_traces_over_a_real_child_keep_every_promise(
     seed: int, kind: Kind, listener: Parrot
 ) -> None:

@@ -663,6 +663,7 @@ async def test_a_forked_copy_made_by_another_thread_touches_nothing(
 
 
 def processes() -> list[ChildProcess]:
+    gc.collect()  # those of earlier children, which may be held by cycles
     return [one for one in gc.get_objects() if isinstance(one, ChildProcess)]
 
 

@@ -10,6 +10,7 @@ from llamatrio.lifecycle.phases import (
     Event,
     Phase,
     Step,
+    Transition,
     Undeliverable,
     step,
 )
@@ -112,6 +113,11 @@ def test_an_event_that_cannot_happen_changes_nothing() -> None:
     with pytest.raises(Undeliverable):
         step(Phase.UNLOADED, Event.READY)
     assert dict(TABLE) == before
+
+
+def test_a_transition_reads_as_an_arrow() -> None:
+    transition = Transition(Phase.LOADING, Event.READY, Phase.STARTED, 1)
+    assert str(transition) == "LOADING --READY--> STARTED"
 
 
 def test_the_table_cannot_be_written_to() -> None:
@@ -254,3 +260,9 @@ def test_a_postponed_verb_is_taken_after_the_next_changes_of_phase() -> None:
 
 def test_every_verb_has_a_goal_and_nothing_else_has_one() -> None:
     assert set(GOALS) == set(VERBS)
+
+
+def test_a_stop_is_answered_while_a_load_is_given_up_and_an_unload_is_not() -> None:
+    assert GOALS[Event.START] == {Phase.STARTED}
+    assert GOALS[Event.STOP] == {Phase.RESIDENT, Phase.UNLOADED, Phase.UNLOADING}
+    assert GOALS[Event.UNLOAD] == GOALS[Event.RECONFIGURE] == {Phase.UNLOADED}

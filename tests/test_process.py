@@ -22,6 +22,7 @@ from llamatrio import (
     Bounds,
     ChildDied,
     Exit,
+    Hosted,
     Ladder,
     LoadFailed,
     LocalProvider,
@@ -41,6 +42,7 @@ from llamatrio import (
 from llamatrio.child.launch import Kind, Launch, Stock
 from llamatrio.child.logs import LogChannel
 from llamatrio.child.process import run_child
+from llamatrio.child.verdict import Reservation
 from llamatrio.errors import ChildError
 from llamatrio.session.base import Ended, Opened, SessionEvent
 from llamatrio.testing import fakechild
@@ -63,6 +65,8 @@ class Recorder:
         self.records: list[Record] = []
         self.unexpected: list[bytes] = []
         self.ends: list[tuple[Exit, ChildError | None]] = []
+        self.reservation: Reservation | None = None
+        self.announced: ChildError | None = None
         self.tally = Tally()
         self.logs = LogChannel(10)  # nobody reads it
         self._news = trio.lowlevel.ParkingLot()
@@ -74,6 +78,12 @@ class Recorder:
     def on_record(self, record: Record) -> None:
         self.records.append(record)
         self._note("record")
+
+    def on_reserved(self, reservation: Reservation) -> None:
+        self.reservation = reservation
+
+    def on_fault(self, fault: ChildError) -> None:
+        self.announced = fault
 
     def on_unexpected(self, data: bytes) -> None:
         self.unexpected.append(data)
@@ -96,6 +106,10 @@ class Recorder:
 
     async def wait_spawned(self) -> None:
         while not self.pid:
+            await self._news.park()
+
+    async def wait_ended(self) -> None:
+        while not self.ends:
             await self._news.park()
 
     @property
@@ -193,10 +207,10 @@ async def test_a_record_that_comes_in_pieces_is_one_record(seed: int) -> None:
     assert recorder.unexpected == []
 
 
-async def test_a_record_on_stderr_is_none_and_the_handshake_runs_out() -> None:
+async def test_a_sentence_of_the_log_is_no_record_and_the_handshake_runs_out() -> None:
     # https://github.com/janhq/jan/pull/6030 and llama.cpp/issues/27351
     start = launch(
-        fakechild.command(f"E {READY_LINE}", "E server is listening\\n", "W 999"),
+        fakechild.command("E model is ready\\n", "E server is listening\\n", "W 999"),
         bounds=Bounds(handshake=1.0),
     )
     began = trio.current_time()
@@ -362,13 +376,33 @@ async def test_a_grandchild_in_a_session_of_its_own_escapes_and_delays_the_end_b
     assert 0.5 <= trio.current_time() - began < 4
     assert recorder.exit.returncode == 3
     [survivor] = processes_with(mark)
-    fd = os.pidfd_open(survivor)
+    assert recorder.exit.survivors == (survivor,)
+    assert f"left processes behind, out of reach: {survivor}" in str(recorder.logs.tail)
+    await end_stranger(survivor)
+
+
+async def end_stranger(pid: int) -> None:
+    fd = os.pidfd_open(pid)
     try:
-        os.kill(survivor, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         with trio.fail_after(10):
             await trio.lowlevel.wait_readable(fd)
     finally:
         os.close(fd)
+
+
+async def test_a_grandchild_that_escapes_and_holds_no_pipe_is_named_when_we_end_the_child(
+    mark: str,
+) -> None:
+    script = 'setsid sleep "$0" <&- >&- 2>&- & echo "$1"; read line'
+    ready = 'cmd_child_to_router:state:{"state":"ready"}'
+    seconds = f"600.{int(mark, 16)}"
+    async with living(launch(("/bin/sh", "-c", script, seconds, ready))) as recorder:
+        await recorder.wait_for(Ready)
+    [survivor] = processes_with(seconds)
+    assert recorder.exit.survivors == (survivor,)
+    assert str(survivor) in str(recorder.logs.tail)
+    await end_stranger(survivor)
 
 
 async def test_the_exit_is_told_once_and_after_every_record_that_was_still_in_the_pipe() -> None:
@@ -576,6 +610,7 @@ def cancelled_after(steps: int) -> Generator[trio.CancelScope, None, None]:
             trio.lowlevel.remove_instrument(instrument)
 
 
+@pytest.mark.slow
 async def test_run_child_can_be_cancelled_at_every_checkpoint(mark: str) -> None:
     command = fakechild.command(f"E {mark}", "F 60", "S loading", "S ready", "W 0.1", "X 5")
     for steps in itertools.count(1):
@@ -592,7 +627,9 @@ async def test_run_child_can_be_cancelled_at_every_checkpoint(mark: str) -> None
             return
 
 
+@pytest.mark.slow
 async def test_a_backend_can_be_cancelled_at_every_checkpoint(parrot: Parrot, mark: str) -> None:
+    # https://github.com/unslothai/unsloth/pull/10592
     command = fakechild.command(f"E {mark}", "S loading", "S ready", "W 0.1", "X 5")
     for steps in itertools.count(1):
         told: list[SessionEvent] = []
@@ -690,6 +727,7 @@ async def start_in_vain(provider: LocalProvider) -> None:
 
 
 async def test_a_real_child_is_ended_by_SIGTERM_while_it_loads(kind: Kind, large: Parrot) -> None:
+    # https://github.com/ggml-org/llama.cpp/pull/25528: an exit line would not be read yet.
     with trio.fail_after(60):
         async with open_provider(ModelConfig(large.path), backend=kind) as provider:
             end, seconds = await end_while_loading(provider)
@@ -849,6 +887,7 @@ async def test_the_key_of_a_real_child_is_in_its_environment_alone(
         assert {name for name in environ if "LLAMA" in name} == {
             "LLAMA_API_KEY",
             "LLAMA_SERVER_ROUTER_PORT",
+            *(["LLAMATRIO_PARENT"] if isinstance(kind, Hosted) else []),
         }
         assert "HF_TOKEN" not in environ
         assert "stray" not in environ.values()
@@ -863,10 +902,22 @@ async def test_a_real_child_has_no_TCP_socket_and_one_unix_listener(
     kind: Kind, parrot: Parrot
 ) -> None:
     async with resident(kind, parrot) as pid:
-        tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-        assert [c for process in tree for c in process.net_connections("inet")] == []
-        paths = {c.laddr for process in tree for c in process.net_connections("unix") if c.laddr}
-        assert len(paths) == 1
+        tree = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+        rows = [row for process in tree for row in sockets_of(process)]
+        assert [row for name, row in rows if name != "unix"] == []
+        assert len({row[-1] for _, row in rows if row[-1].startswith("/")}) == 1
+
+
+def sockets_of(pid: int) -> list[tuple[str, list[str]]]:
+    """Look up the sockets that a process holds, in its own network, which may not be ours."""
+    fds = Path(f"/proc/{pid}/fd")
+    held = {os.readlink(fd).removeprefix("socket:[").rstrip("]") for fd in fds.iterdir()}
+    return [
+        (table.name, line.split())
+        for table in map(Path(f"/proc/{pid}/net").joinpath, ("tcp", "tcp6", "udp", "udp6", "unix"))
+        for line in table.read_text().splitlines()[1:]
+        if held & set(line.split())
+    ]
 
 
 async def unload_times(kind: Kind, parrot: Parrot, times: int) -> list[float]:

@@ -56,6 +56,14 @@ def test_a_closed_queue_refuses_new_items_and_keeps_those_it_has() -> None:
     assert queue.clear() == []
 
 
+def test_an_item_that_waits_can_be_looked_at_and_no_other() -> None:
+    queue = levelled(0, 5)
+    assert [queue.get(number) for number in range(3)] == ["0 of 0", "1 of 5", None]
+    assert len(queue) == 2
+    queue.remove(1)
+    assert queue.get(1) is None
+
+
 def test_a_queue_opened_again_still_has_what_waited() -> None:
     queue = filled("a")
     queue.close()

@@ -135,6 +135,33 @@ def test_a_line_with_the_prefix_but_not_the_form_is_malformed(text: bytes) -> No
     assert record.reason
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"[]", "not a JSON object"),
+        (b"{}", "no state"),
+        (b'{"state":"ready","payload":' + b"[" * 40 + b"]" * 40 + b"}", "nested too deeply"),
+        (b'{"state":"ready","payload":' + b"[" * 100_000, "nested too deeply"),
+        (b'{"state":"ready","more":"\\ud800"}', "a surrogate without its partner"),
+        (b'{"state":"ready","more":NaN}', "NaN is not JSON"),
+        (b'{"state":"ready","more":1e999}', "a number that is too large"),
+    ],
+    ids=lambda text: repr(text[:40]),
+)
+def test_a_malformed_line_says_what_is_wrong_with_it(text: bytes, reason: str) -> None:
+    assert parse(PREFIX + text) == Malformed(reason)
+
+
+def test_a_malformed_line_names_every_field_that_is_wrong() -> None:
+    record = parse(PREFIX + b'{"state":"loading","payload":{"stage":7,"value":"x"}}')
+    assert isinstance(record, Malformed)
+    assert [text.rpartition(" @ ")[2] for text in record.reason.split("; ")] == [
+        "$.stage",
+        "$.value",
+    ]
+    assert all(text.startswith("invalid") for text in record.reason.split("; "))
+
+
 @pytest.mark.parametrize("opening", [b'{"a":', b"["])
 def test_json_is_read_down_to_the_greatest_depth_and_no_deeper(opening: bytes) -> None:
     closing = b"}" if opening.startswith(b"{") else b"]"
@@ -166,6 +193,12 @@ def test_json_is_read_down_to_the_greatest_depth_and_no_deeper(opening: bytes) -
 )
 def test_a_prefix_after_anything_else_makes_no_record(before: bytes) -> None:
     assert parse(before + line("ready", None)) is None
+
+
+def test_prefix_and_exit_line_are_those_of_llama_cpp() -> None:
+    # b11434, tools/server/server-models.cpp: CMD_CHILD_TO_ROUTER_STATE, CMD_ROUTER_TO_CHILD_EXIT
+    assert PREFIX == b"cmd_child_to_router:state:"
+    assert EXIT_LINE == b"cmd_router_to_child:exit\n"
 
 
 @pytest.mark.parametrize(
@@ -283,7 +316,7 @@ class Recorder:
             )
             nursery.start_soon(pump_logs, stderr, 2**16, self.tally, channel, ())
         channel.close()
-        self.logs = [line async for line in channel._receive]
+        self.logs = [line.text for line in await channel._queue.take(10_000)]
 
     def take_record(self, record: Record) -> None:
         name = record.state if isinstance(record, Unknown) else type(record).__name__.lower()
@@ -435,5 +468,10 @@ async def test_every_line_of_stdout_is_counted_as_what_it_is() -> None:
     with trio.fail_after(60):
         recorder = await pump_pipes([TRANSCRIPT], [])
     assert recorder.tally == Tally(
-        stdout_bytes=len(TRANSCRIPT), records=5, unexpected=8, malformed=1, oversize=1
+        stdout_bytes=len(TRANSCRIPT),
+        records=5,
+        unexpected=8,
+        malformed=1,
+        oversize=1,
+        largest_held=len(line("ready", None)),
     )

@@ -351,6 +351,7 @@ async def test_killed_while_it_is_being_stopped_it_is_not_revived(
 
 
 async def test_killed_right_before_a_stop_it_is_not_revived(kind: Kind, endless: Parrot) -> None:
+    # https://github.com/jupyter/jupyter_client/pull/607
     async with opened(kind, one_thread(endless)) as provider:
         await provider.start()
         resuming = provider.submit(attrs.evolve(ON_AND_ON, on_crash="resume"))

@@ -20,11 +20,12 @@ from llamatrio.child.exits import Exit
 ROOT = Path(llamatrio.__file__).parent
 ROOMS = [
     "errors", "config", "outcomes", "requests", "calls", "wire", "child", "session", "lifecycle",
-    "conveniences", "blocks", "provider", "ownership", "attached", "testing",
+    "replay", "conveniences", "blocks", "provider", "ownership", "attached", "testing", "fixture",
+    "affinity", "__main__",
 ]  # fmt: skip
 IMPURE = {"trio", "os", "socket", "subprocess", "threading", "time", "signal"}
 # Of other systems: they cannot be imported here.
-OTHERS = {"child.windows", "child.kqueue", "child.rusage", "child.win32times"}
+OTHERS = {"child.windows", "child.kqueue", "child.rusage", "child.win32times", "child.win32job"}
 
 
 def name_of(path: Path) -> str:
@@ -40,10 +41,23 @@ PURE = {
     "requests",
     "calls",
     "child.launch",
+    "child.shelltext",
+    "child.verdict",
+    "child.wrappers",
+    "child.isolation",
     "child.exits",
+    "child.evidence",
+    "fixture.facts",
+    "fixture.judge",
+    "fixture.procnet",
+    "fixture.report",
     "lifecycle.phases",
     "lifecycle.queue",
     "lifecycle.policy",
+    "lifecycle.journal",
+    "lifecycle.blackbox",
+    "session.sampling",
+    "session.text",
     *(name for name in MODULES if name.split(".")[0] == "wire"),
 }
 
@@ -219,6 +233,8 @@ ARGUMENTS: dict[str, object] = {
     "stderr_tail": "the last line",
     "status": 400,
     "kind": "invalid_request_error",
+    "evidence": ("stderr carries a record",),
+    "suggestion": "llama-server",
     "details": {"n_ctx": 8},
     "text": "so far",
     "length": 7,

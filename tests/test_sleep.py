@@ -159,6 +159,7 @@ def sha256(path: Path) -> str:
 async def test_a_request_wakes_a_sleeping_model_and_what_is_known_of_it_stays(
     kind: Kind, parrot: Parrot
 ) -> None:
+    # https://github.com/earendil-works/pi/pull/8235
     async with living(kind, sleeper(parrot.path)) as life:
         info = life.session.info
         assert info
@@ -496,6 +497,7 @@ async def test_a_file_that_was_spoilt_unnoticed_fails_the_wake(kind: Kind, bird:
 async def test_a_failed_wake_is_tried_again_once_and_its_request_is_served(
     kind: Kind, large: Parrot
 ) -> None:
+    # https://github.com/ggml-org/llama.cpp/issues/24372
     with trio.fail_after(120):
         async with open_provider(sleeper(large.path), backend=kind) as provider:
             await provider.start()

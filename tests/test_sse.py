@@ -363,6 +363,35 @@ def test_an_event_that_says_nothing_new_gives_nothing(form: object) -> None:
     assert read([event(form)]) == []
 
 
+@pytest.mark.parametrize("word", ["eos", "word", "none", "a word of a later version", None])
+def test_an_end_of_completion_that_is_no_bound_is_a_stop(word: str | None) -> None:
+    *_, end = read([event({"content": "", "stop": True, "stop_type": word})])
+    assert isinstance(end, Finished)
+    assert end.reason == "stop"
+
+
+@pytest.mark.parametrize("timings", [{}, {"timings": None}, {"timings": [7]}, {"timings": {}}])
+def test_an_end_without_timings_had_nothing_cached(timings: dict[str, object]) -> None:
+    counts = {"tokens_evaluated": 5, "tokens_predicted": 4, **timings}
+    *_, end = read([event({"content": "", "stop": True, **counts})])
+    assert isinstance(end, Finished)
+    assert end.usage == Usage(5, 0, 4)
+
+
+@pytest.mark.parametrize("time", [{}, {"time_ms": None}, {"time_ms": "7"}])
+def test_a_progress_without_a_time_took_none(time: dict[str, object]) -> None:
+    progress = {"total": 9, "cache": 1, "processed": 2, **time}
+    assert read([event({"prompt_progress": progress})]) == [PromptProgress(9, 1, 2, 0.0)]
+
+
+@pytest.mark.parametrize("details", [None, 7, [], "31"])
+def test_a_usage_without_details_had_nothing_cached(details: object) -> None:
+    usage = {"prompt_tokens": 32, "completion_tokens": 4, "prompt_tokens_details": details}
+    *_, end = read([event({"choices": [], "usage": usage}), b"data: [DONE]\n\n"])
+    assert isinstance(end, Finished)
+    assert end.usage == Usage(32, 0, 4)
+
+
 def test_an_event_of_several_lines_is_one_event() -> None:
     events = read([b'event: x\nid: 7\ndata: {"content":\ndata: "a"}\nretry: 1\n\n'])
     assert text_of(events) == "a"
@@ -394,3 +423,15 @@ def test_many_events_that_are_together_over_the_limit_are_not_too_large() -> Non
     reader = AnswerReader()
     chunk = event({"content": "x" * 2**20})
     assert sum(len(text_of(reader.feed(chunk))) for _ in range(20)) == 20 * 2**20
+
+
+def test_the_limit_of_an_event_is_exact_and_begins_anew_with_every_event() -> None:
+    def lines_of(size: int) -> bytes:
+        first, second = b'data: {"content":"a",', b'data: "stop":false}'
+        return first + b"\n" + second + b" " * (size - len(first) - len(second)) + b"\n\n"
+
+    reader = AnswerReader()
+    for _ in range(3):
+        assert text_of(reader.feed(lines_of(MAX_EVENT))) == "a"
+    with pytest.raises(AnswerTooLarge):
+        list(reader.feed(lines_of(MAX_EVENT + 1)))

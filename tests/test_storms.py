@@ -312,6 +312,7 @@ def interrupt_lines(parrot: Parrot, first: int, step: int) -> int:
     return len(runs)
 
 
+@pytest.mark.slow
 def test_ctrl_c_strikes_at_some_lines_without_protection(parrot: Parrot) -> None:
     assert interrupt_lines(parrot, 3, 20) > 5
 
@@ -416,6 +417,7 @@ policies = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @policies
 async def test_some_kills_beside_a_stop_lose_no_request(
     kind: Kind, endless: Parrot, policy: Policy

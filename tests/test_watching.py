@@ -327,6 +327,7 @@ async def test_a_snapshot_costs_little_while_a_model_works(kind: Kind, endless: 
 
 @pytest.mark.slow
 async def test_snapshots_neither_keep_a_model_awake_nor_wake_it(kind: Kind, parrot: Parrot) -> None:
+    # https://github.com/ggml-org/llama.cpp/pull/20850
     async with opened(config_of(parrot, sleep_after=1), kind) as provider:
         await provider.start()
         await serve(provider)

@@ -17,10 +17,13 @@ class Exit:
       pid: The process that it was.
       returncode: Its exit code; negative for a signal, as in `subprocess`. None if it could not be
         reaped.
-      signal: The name of that signal, such as "SIGKILL".
+      signal: The name of that signal, such as "SIGKILL". If the process was a shell that waited for
+        the child, it is the child's; the code is 128 and more then.
       asked: Whether we had asked it to end.
       ready: Whether it had ever been ready.
       tail: The last lines of its log.
+      survivors: Processes that it had started and that were still there after it and its group had
+        been ended, as far as they are known: they have put themselves out of reach.
     """
 
     pid: int
@@ -29,6 +32,7 @@ class Exit:
     asked: bool = False
     ready: bool = False
     tail: str = attrs.field(default="", repr=False)
+    survivors: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.returncode is None:

@@ -11,13 +11,16 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Final, TypeAlias
 
 import attrs
 
+from llamatrio.child.isolation import NOT_ISOLATED, Isolation
+from llamatrio.child.wrappers import find_merging
 from llamatrio.config import Lora, ModelConfig
-from llamatrio.errors import SpecificationError
+from llamatrio.errors import MergedStreams, SpecificationError
 
 
 @attrs.frozen
@@ -99,6 +102,8 @@ class Bounds:
       tail: Bytes of the log that are kept for error reports.
       drain: Seconds for which the pipes are read after the process has ended: a grandchild may
         hold them open for ever.
+      closing: Seconds that a process may take to end after it has closed its stdout or stderr. One
+        that lives on is at fault.
     """
 
     handshake: float = 30.0
@@ -107,6 +112,7 @@ class Bounds:
     log_lines: int = 2000
     tail: int = 2**14
     drain: float = 0.5
+    closing: float = 1.0
 
 
 @attrs.frozen
@@ -117,6 +123,8 @@ class Launch:
       command: The program and its arguments. Holds no secret: any local user can read it.
       environ: Its whole environment.
       secrets: Texts that must not leave the library.
+      wrapper: The command that runs `command` in its own place; empty if nothing does.
+      isolation: What that comes to.
     """
 
     command: tuple[str, ...]
@@ -124,6 +132,8 @@ class Launch:
     secrets: tuple[str, ...] = attrs.field(default=(), repr=False)
     ladder: Ladder = Ladder()
     bounds: Bounds = Bounds()
+    wrapper: tuple[str, ...] = ()
+    isolation: Isolation = NOT_ISOLATED
 
 
 Address: TypeAlias = str | tuple[str, int]
@@ -139,6 +149,7 @@ def plan(
     address: Address,
     key: str,
     environ: Mapping[str, str],
+    log_colors: bool = False,
 ) -> Launch:
     """Say how a child is to be started.
 
@@ -151,16 +162,18 @@ def plan(
         other for a host name.
       key: What callers must know.
       environ: Our own environment, of which the child inherits the harmless part.
+      log_colors: Whether its log is to have colours.
     """
     check(kind, config)
     match kind:
         case Hosted():
-            settings = json.dumps(hosted_settings(config, address))
+            settings = json.dumps(hosted_settings(config, address, log_colors))
             command = [program, "-P", host_program, settings]
         case Stock():
-            command = [program, *server_options(config, address)]
+            command = [program, *server_options(config, address, log_colors)]
         case Own():
-            command = [program, *kind.command[1:], *server_options(config, address)]
+            options = server_options(config, address, log_colors)
+            command = [program, *kind.command[1:], *options]
     ours = {
         "LLAMA_API_KEY": key,
         # Its mere presence makes the program a supervised child (server-models.cpp, `is_child`).
@@ -212,6 +225,23 @@ def check(kind: Kind, config: ModelConfig) -> None:
         raise SpecificationError("llama-server cannot take a LoRA path with a colon in it")
     if isinstance(kind, Own) and not kind.command:
         raise SpecificationError("the command of an own child is empty")
+    _check_streams(kind)
+
+
+def _check_streams(kind: Kind) -> None:
+    match kind:
+        case Own():
+            command = kind.command
+        case Stock():
+            command = (kind.program or "",)
+        case Hosted():
+            command = (kind.python or "",)
+    if found := find_merging(command):
+        raise MergedStreams(
+            "the command merges the child's stdout and stderr",
+            evidence=(found.why,),
+            suggestion=shlex.join(found.instead),
+        )
 
 
 def _check_hosted(config: ModelConfig) -> None:
@@ -321,13 +351,15 @@ _OURS: Final = frozenset(
 
 _OUR_FAMILIES: Final = ("--api-", "--ssl-", "--cors-", "--ui", "--webui", "--mcp-", "--models-")
 
-_OUR_VARIABLES: Final = ("LLAMA_ARG_", "LLAMA_API_KEY", "LLAMA_SERVER_", "LLAMA_LOG_")
+_OUR_VARIABLES: Final = (
+    "LLAMA_ARG_", "LLAMA_API_KEY", "LLAMA_SERVER_", "LLAMA_LOG_", "LLAMATRIO_PARENT",
+)  # fmt: skip
 
 
 # -- the two dialects --------------------------------------------------------------------------
 
 
-def server_options(config: ModelConfig, address: Address) -> list[str]:
+def server_options(config: ModelConfig, address: Address, log_colors: bool = False) -> list[str]:
     """Say it to llama-server. The user's own options come first, so that ours win."""
     host, port = (address, 0) if isinstance(address, str) else address
     options: dict[str, object] = {
@@ -354,7 +386,7 @@ def server_options(config: ModelConfig, address: Address) -> list[str]:
         "--seed": config.seed,
         "--sleep-idle-seconds": config.sleep_after,
         "--cors-origins": "localhost",
-        "--log-colors": "off",
+        "--log-colors": _switch(log_colors),
         "--host": host,
         "--port": port or None,
     }
@@ -367,7 +399,9 @@ def server_options(config: ModelConfig, address: Address) -> list[str]:
     return words
 
 
-def hosted_settings(config: ModelConfig, address: Address) -> dict[str, object]:
+def hosted_settings(
+    config: ModelConfig, address: Address, log_colors: bool = False
+) -> dict[str, object]:
     """Say it to the hosted child: attributes of xllamacpp's CommonParams.
 
     A value `{"enum": "type.member"}` is looked up in the wheel by the host.
@@ -404,6 +438,7 @@ def hosted_settings(config: ModelConfig, address: Address) -> dict[str, object]:
         "offline": True,
         "hostnames": [host],
         "port": port or None,
+        "log_colors": log_colors or None,
         **(_CPU_ALONE if config.devices == ("none",) else {}),
     }
     return {name: value for name, value in settings.items() if value is not None}
@@ -517,24 +552,3 @@ _HARMLESS_FAMILIES: Final = (
     "LC_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_", "ROCM_", "HSA_", "GGML_", "VK_", "OMP_", "ONEAPI_",
     "SYCL_", "ZE_",
 )  # fmt: skip
-
-
-def redact(text: str, secrets: tuple[str, ...], *, cut: bool = False) -> str:
-    """Return a text without the secrets in it.
-
-    Args:
-      text: The text.
-      secrets: What to take out.
-      cut: Whether the text was cut off at its end, and may end within a secret.
-    """
-    for secret in secrets:
-        text = text.replace(secret, _REDACTED)
-        if cut:
-            ends = (secret[:length] for length in range(len(secret) - 1, _GIVEAWAY, -1))
-            end = next((end for end in ends if text.endswith(end)), None)
-            text = text.removesuffix(end) + _REDACTED if end else text
-    return text
-
-
-_REDACTED: Final = "[redacted]"
-_GIVEAWAY: Final = 4  # characters of a secret that may be left at a cut

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
+import termios
+from collections.abc import Iterator
+from typing import Final, TypeAlias
 
 import trio
 
@@ -15,11 +21,16 @@ from llamatrio.child.launch import Launch
 assert sys.platform != "win32"
 
 if sys.platform == "linux":
-    import resource
-
+    from llamatrio.child import survivors
     from llamatrio.child.pidfd import ExitWatch
+
+    Descendants: TypeAlias = frozenset[survivors.Process]
 else:
     from llamatrio.child.kqueue import ExitWatch
+
+    Descendants: TypeAlias = tuple[()]
+
+_HEADROOM: Final = 64  # descriptors: what a child and the requests to it take, and some
 
 
 class ChildProcess:
@@ -74,10 +85,16 @@ class ChildProcess:
             os.close(self._stdin)
             self._stdin = None
 
+    def has_unread_stderr(self) -> bool:
+        """Say whether there are bytes on stderr that nobody has read yet."""
+        size = fcntl.ioctl(self.stderr.fileno(), termios.FIONREAD, bytes(4))
+        return any(size)
+
     def terminate(self) -> None:
         """Ask the process to end, by SIGTERM."""
         if self._is_ours:
-            with contextlib.suppress(ProcessLookupError):  # where the program ignores SIGCHLD
+            # Where the program ignores SIGCHLD, or the child has become another user's.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
@@ -88,6 +105,23 @@ class ChildProcess:
         if self._is_ours:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: only zombies
                 os.killpg(self.pid, signal.SIGKILL)
+
+    def descendants(self) -> Descendants:
+        """Return the processes that it has started, and they, where the system tells."""
+        if sys.platform == "linux":
+            return survivors.descendants(self.pid)
+        return ()
+
+    def survivors(self, descendants: Descendants) -> tuple[int, ...]:
+        """Return those of its processes that `kill` has not reached. Belongs into a thread.
+
+        Args:
+          descendants: Those that there were before.
+        """
+        if sys.platform == "linux":
+            pipes = (self.stdout.fileno(), self.stderr.fileno())
+            return survivors.out_of_reach(self.pid, descendants, pipes)
+        return ()
 
     def reap(self) -> None:
         """Take the exit code of an ended process."""
@@ -112,8 +146,9 @@ async def spawn(launch: Launch) -> ChildProcess:  # noqa: ASYNC124 - async on Wi
     thread that lives as long as the run.
 
     Raises:
-      OSError: if the program cannot be executed; nothing is left then.
+      OSError: if the program cannot be executed, or few descriptors are left; nothing is left then.
     """
+    _check_headroom()
     theirs: list[int] = []
     ours: list[int] = []
     # The child inherits this. Until it has its session, a Ctrl-C in the terminal would reach it.
@@ -123,14 +158,15 @@ async def spawn(launch: Launch) -> ChildProcess:  # noqa: ASYNC124 - async on Wi
             ends = os.pipe()
             theirs.append(ends[0 if read_end_is_theirs else 1])
             ours.append(ends[1 if read_end_is_theirs else 0])
-        popen = subprocess.Popen(  # noqa: ASYNC220 - see above: it must not be elsewhere
-            launch.command,
-            stdin=theirs[0],
-            stdout=theirs[1],
-            stderr=theirs[2],
-            env=dict(launch.environ),
-            start_new_session=True,
-        )
+        with _no_core_dump():
+            popen = subprocess.Popen(  # noqa: ASYNC220 - see above: it must not be elsewhere
+                (*launch.wrapper, *launch.command),
+                stdin=theirs[0],
+                stdout=theirs[1],
+                stderr=theirs[2],
+                env=dict(launch.environ),
+                start_new_session=True,
+            )
         watch = _watch(popen)
     except BaseException:
         for fd in ours:
@@ -154,10 +190,49 @@ def _watch(popen: subprocess.Popen[bytes]) -> ExitWatch:
         raise
 
 
+def _check_headroom() -> None:
+    """Refuse to start a child that could not be spoken to, or not be ended."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        left = most - len(os.listdir("/dev/fd"))
+    except OSError:  # not even that can be opened; or nothing is mounted there
+        left = _HEADROOM if _can_open() else 0
+    if most != resource.RLIM_INFINITY and left < _HEADROOM:
+        raise OSError(
+            errno.EMFILE,
+            f"{os.strerror(errno.EMFILE)}: {max(left, 0)} of {most} are left, and a child wants "
+            f"{_HEADROOM}; close some, or raise the limit (`ulimit -n`, RLIMIT_NOFILE)",
+        )
+
+
+def _can_open() -> bool:
+    try:
+        os.close(os.dup(0))
+    except OSError as exc:
+        return exc.errno != errno.EMFILE
+    return True
+
+
+# A dump would be as large as the model.
 if sys.platform == "linux":
 
+    @contextlib.contextmanager
+    def _no_core_dump() -> Iterator[None]:
+        yield
+
     def _forbid_core_dump(pid: int) -> None:
-        # A dump would be as large as the model. From outside, because code between fork and exec
-        # is not safe beside threads.
+        # From outside, because code between fork and exec is not safe beside threads.
         with contextlib.suppress(OSError):  # it has ended, or a sandbox forbids it
             resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+
+else:
+
+    @contextlib.contextmanager
+    def _no_core_dump() -> Iterator[None]:
+        """Lower our own limit for a moment, which the child inherits."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))

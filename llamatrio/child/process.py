@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, Literal, Protocol, TypeAlias
 
 import trio
 from trio.lowlevel import enable_ki_protection
 
+from llamatrio.child.evidence import Recording
 from llamatrio.child.exits import Exit
+from llamatrio.child.guard import Guard
 from llamatrio.child.launch import Ladder, Launch
 from llamatrio.child.logs import LogChannel
-from llamatrio.child.pumps import Tally, pump_logs, pump_state
+from llamatrio.child.pumps import ByteStream, Tally, pump_logs, pump_state
+from llamatrio.child.verdict import Reservation
 from llamatrio.errors import ChildError, NoHandshake, SpawnError, Unkillable
 from llamatrio.wire.records import EXIT_LINE, Ready, Record
 
 if sys.platform == "win32":
-    from llamatrio.child.windows import ChildProcess, spawn
+    from llamatrio.child.windows import ChildProcess, Descendants, spawn
 else:
-    from llamatrio.child.posix import ChildProcess, spawn
+    from llamatrio.child.posix import ChildProcess, Descendants, spawn
+
+_SHELLS_SIGNALS: Final = range(129, 193)  # what a shell makes of a signal that ended its command
+
+StreamName: TypeAlias = Literal["stdout", "stderr"]
+Tap: TypeAlias = Callable[[StreamName, bytes], None]
+"""Sees every chunk of a child's two pipes, before anything else does, and an empty one at the end
+of each. It must not wait."""
 
 
 class Listener(Protocol):
@@ -34,6 +46,12 @@ class Listener(Protocol):
         A `ChildError` that this raises is a fault of the child: it is ended for it.
         """
 
+    def on_reserved(self, reservation: Reservation) -> None:
+        """Take whether the child keeps its stdout for records; once, just before its READY."""
+
+    def on_fault(self, fault: ChildError) -> None:
+        """Take why the child is about to be ended, so that its connections can be closed."""
+
     def on_unexpected(self, data: bytes) -> None:
         """Take a line of the child's stdout that is no record. It means nothing."""
 
@@ -47,7 +65,8 @@ class Listener(Protocol):
         Args:
           exit: How the process ended.
           fault: Why we ended it, if it was at fault: what `on_record` raised, no first record in
-            time (`NoHandshake`), or a process that did not die (`Unkillable`).
+            time (`NoHandshake`), streams that are not apart (`MergedStreams`), no more records
+            (`StdoutClosed`), or a process that did not die (`Unkillable`).
         """
 
 
@@ -57,6 +76,8 @@ async def run_child(
     listener: Listener,
     logs: LogChannel,
     tally: Tally,
+    tap: Tap | None = None,
+    recording: Recording | None = None,
 ) -> None:
     """Run one child process to its end.
 
@@ -65,6 +86,9 @@ async def run_child(
       listener: Is told what happens, in tasks of this call.
       logs: Takes the child's stderr, line by line. It stays open.
       tally: Where to count what comes out of the pipes.
+      tap: Sees the bytes of both pipes as they come, before anything is made of them. What it
+        raises is a fault of the child.
+      recording: What is kept of both pipes, for those who ask later.
 
     Cancellation: ends the child, by the stop ladder. Requests that are open on its socket must be
     closed before, or it does not obey its exit line. The call returns when the process has been
@@ -77,7 +101,7 @@ async def run_child(
         process = await spawn(launch)
     except (OSError, ValueError) as exc:  # the latter for a NUL in the command
         raise SpawnError(launch.command[0], getattr(exc, "strerror", None) or str(exc)) from exc
-    child = _Child(process, launch, listener, logs, tally)
+    child = _Child(process, launch, listener, logs, tally, tap, recording)
     try:
         await child.run()
     finally:
@@ -92,26 +116,33 @@ class _Child:
         listener: Listener,
         logs: LogChannel,
         tally: Tally,
+        tap: Tap | None,
+        recording: Recording | None,
     ) -> None:
         self.process = process
         self.launch = launch
         self.listener = listener
         self.logs = logs
         self.tally = tally
+        self.tap = tap
+        self.recording = recording
         self.fault: ChildError | None = None
         self.asked = False
         self.exited = False
+        self.survivors: tuple[int, ...] = ()
         self.first_record = trio.Event()
         self.ready_at: float | None = None
         self.alive = trio.CancelScope()  # around the wait for the exit; a fault cancels it
         self.reading = trio.CancelScope(shield=True)
         self.drained = trio.Event()
+        self.guard = Guard(process, launch, tally, logs, self.give_up)
 
     @enable_ki_protection
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.pump)
             nursery.start_soon(self.watch_handshake)
+            nursery.start_soon(self.guard.watch)
             try:
                 self.listener.on_spawn(self.process.pid)
                 with self.alive:
@@ -134,31 +165,46 @@ class _Child:
                 async with trio.open_nursery() as pumps:
                     pumps.start_soon(
                         pump_state,
-                        process.stdout,
+                        self.tapped(process.stdout, "stdout"),
                         bounds.state_line,
                         self.tally,
                         self.take,
                         self.listener.on_unexpected,
                         self.launch.secrets,
+                        self.recording,
                     )
                     pumps.start_soon(
                         pump_logs,
-                        process.stderr,
+                        self.tapped(process.stderr, "stderr"),
                         bounds.log_line,
                         self.tally,
                         self.logs,
                         self.launch.secrets,
+                        self.recording,
                     )
         except Exception as exc:  # noqa: BLE001 - the child cannot go on with nobody who reads
             self.give_up(_as_fault(exc))
         finally:
             self.drained.set()
 
+    def tapped(self, stream: ByteStream, name: StreamName) -> ByteStream:
+        return _Tapped(stream, name, self.see)
+
+    def see(self, name: StreamName, data: bytes) -> None:
+        if self.tap is not None:
+            self.tap(name, data)
+        self.guard.see(name, data)
+
     def take(self, record: Record) -> None:
+        reservation = self.guard.admit(record)
+        if self.guard.refused:  # whoever wrote this, it does not count
+            return
         self.first_record.set()
         if isinstance(record, Ready) and self.ready_at is None:
             self.ready_at = trio.current_time()
         try:
+            if reservation is not None:
+                self.listener.on_reserved(reservation)
             self.listener.on_record(record)
         except Exception as exc:  # noqa: BLE001 - a fault of the child's, or of its listener
             self.give_up(_as_fault(exc))
@@ -167,6 +213,7 @@ class _Child:
         if not self.exited:  # what is noticed afterwards is not why it ended
             self.asked = True
             self.fault = self.fault or fault
+            self.listener.on_fault(self.fault)
             self.alive.cancel()
 
     @enable_ki_protection
@@ -180,6 +227,7 @@ class _Child:
 
     async def end(self) -> None:
         """See the process to its end, whatever state it is in, and close everything."""
+        descendants = self.process.descendants()
         try:
             if not self.exited:
                 await climb_ladder(self.process, self.launch.ladder, self.quiet_since())
@@ -188,12 +236,22 @@ class _Child:
             self.process.reap()
             with trio.move_on_after(self.launch.bounds.drain):
                 await self.drained.wait()
+            if descendants or not self.drained.is_set():
+                await self.look_for_survivors(descendants)
         finally:
             self.reading.cancel()
             await self.drained.wait()  # noqa: ASYNC102 - the caller shields, and it comes at once
             self.process.close()
         if self.process.returncode is None:
             self.fault = Unkillable(f"process {self.process.pid} survived SIGKILL")
+
+    async def look_for_survivors(self, descendants: Descendants) -> None:
+        with suppress(RuntimeError):  # no thread can be started
+            look = self.process.survivors
+            self.survivors = await trio.to_thread.run_sync(look, descendants)
+        if self.survivors:
+            who = ", ".join(map(str, self.survivors))
+            self.logs.put(f"W the child has left processes behind, out of reach: {who}")
 
     def quiet_since(self) -> float | None:
         if self.ready_at is None:
@@ -203,8 +261,25 @@ class _Child:
     def describe_exit(self) -> Exit:
         code = self.process.returncode
         name = _signal_name(-code) if code is not None and code < 0 else None
+        if code is not None and code in _SHELLS_SIGNALS and self.guard.is_shielded:
+            name = _signal_name(code - 128)
         ready = self.ready_at is not None
-        return Exit(self.process.pid, code, name, self.asked, ready, str(self.logs.tail))
+        tail = str(self.logs.tail)
+        return Exit(self.process.pid, code, name, self.asked, ready, tail, self.survivors)
+
+
+class _Tapped:
+    """The reading end of a pipe, whose bytes somebody else sees first."""
+
+    def __init__(self, stream: ByteStream, name: StreamName, tap: Tap) -> None:
+        self._stream = stream
+        self._name: StreamName = name
+        self._tap = tap
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        data = await self._stream.receive_some(max_bytes)
+        self._tap(self._name, bytes(data))
+        return data
 
 
 def _as_fault(error: Exception) -> ChildError:

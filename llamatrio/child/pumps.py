@@ -6,6 +6,7 @@ line only from stderr.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -13,14 +14,23 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from llamatrio.child.launch import redact
+from llamatrio.child.evidence import MAX_DATA, Outcome, Recording, judge
 from llamatrio.child.logs import LogChannel
 from llamatrio.wire.lines import Line, LineSplitter, Oversize
-from llamatrio.wire.records import Malformed, Record, parse
+from llamatrio.wire.loglines import LogLines, Part
+from llamatrio.wire.records import Malformed, Record
+from llamatrio.wire.redaction import Secrets, redact_bytes
 
 # Small, because all lines of one chunk are taken before any other task runs.
 _STATE_CHUNK: Final = 2**13
 _LOG_CHUNK: Final = 2**13
+_TURN: Final = 256  # lines of a log that are taken before any other task runs
+_SHOWN: Final = 200  # bytes of a line that is too long
+
+# Seconds until what has come of an unfinished line of the log is shown: the first part of it, and
+# at most. Each further part takes twice as long as the one before.
+_PATIENCE: Final = 0.5
+_MOST_PATIENCE: Final = 8.0
 
 
 class ByteStream(Protocol):
@@ -43,6 +53,8 @@ class Tally:
       oversize: Lines there that were too long, and dropped whole.
       stderr_bytes: Bytes on stderr.
       log_lines: Lines there.
+      dropped_log_bytes: Bytes there that were dropped, of lines that were too long.
+      largest_held: The most bytes that were ever held for one unfinished line, on either pipe.
     """
 
     stdout_bytes: int = 0
@@ -52,6 +64,12 @@ class Tally:
     oversize: int = 0
     stderr_bytes: int = 0
     log_lines: int = 0
+    dropped_log_bytes: int = 0
+    largest_held: int = 0
+
+    def note_held(self, size: int) -> None:
+        """Note how many bytes are held for an unfinished line."""
+        self.largest_held = max(self.largest_held, size)
 
 
 @enable_ki_protection
@@ -62,6 +80,7 @@ async def pump_state(
     on_record: Callable[[Record], None],
     on_unexpected: Callable[[bytes], None],
     secrets: tuple[str, ...] = (),
+    recording: Recording | None = None,
 ) -> None:
     """Read a child's stdout to its end.
 
@@ -72,18 +91,30 @@ async def pump_state(
       on_record: Takes every record.
       on_unexpected: Takes every line that is none, cut to a bound if it is too long.
       secrets: Texts to take out of these.
+      recording: What is kept of it, for those who ask later.
     """
-    lines = LineSplitter(limit, keep=200)
+    lines = LineSplitter(limit, keep=min(MAX_DATA, limit))
+    kept = recording or Recording()
+    hidden = Secrets.in_bytes(secrets)
 
     def reject(line: Line | Oversize) -> None:
-        on_unexpected(_clean(line, "latin-1", secrets).encode("latin-1"))
+        if isinstance(line, Oversize):
+            on_unexpected(redact_bytes(line.head[:_SHOWN], hidden, cut=True))
+        else:
+            on_unexpected(redact_bytes(line.data, hidden))
 
     while data := await stream.receive_some(_STATE_CHUNK):
         tally.stdout_bytes += len(data)
+        kept.on_state_bytes(data)
         for line in lines.feed(data):
-            _take_line(line, tally, on_record, reject)
+            outcome = judge(line)
+            kept.on_state_line(line, outcome)
+            _take_line(line, outcome, tally, on_record, reject)
+        tally.note_held(lines.held)
         await trio.lowlevel.checkpoint()
-    if (rest := lines.close()) is not None:
+    rest = lines.close()
+    kept.on_state_end(rest)
+    if rest is not None:
         # Never a record, whatever it looks like: the writer may have died within it.
         tally.unexpected += 1
         reject(rest)
@@ -91,17 +122,17 @@ async def pump_state(
 
 def _take_line(
     line: Line | Oversize,
+    outcome: Outcome,
     tally: Tally,
     on_record: Callable[[Record], None],
     reject: Callable[[Line | Oversize], None],
 ) -> None:
-    if isinstance(line, Oversize):
-        tally.oversize += 1
-        reject(line)
-        return
-    match parse(line.data):
+    match outcome:
         case None:
             tally.unexpected += 1
+            reject(line)
+        case Oversize():
+            tally.oversize += 1
             reject(line)
         case Malformed():
             tally.malformed += 1
@@ -118,8 +149,12 @@ async def pump_logs(
     tally: Tally,
     channel: LogChannel,
     secrets: tuple[str, ...],
+    recording: Recording | None = None,
 ) -> None:
     """Read a child's stderr to its end, as fast as the child writes, whoever listens.
+
+    What has come of a line that is not finished is passed on after a moment, so that people see a
+    progress bar while it lasts, and at the end.
 
     Args:
       stream: The pipe; whoever opened it closes it.
@@ -127,25 +162,47 @@ async def pump_logs(
       tally: Where to count.
       channel: Where every line goes; it never makes us wait.
       secrets: Texts to take out.
+      recording: What is kept of it, for those who ask later.
     """
-    lines = LineSplitter(limit, keep=limit)
+    kept = recording or Recording()
+    lines = LogLines(limit, Secrets(secrets), colors=channel.colors, on_record=kept.on_log_line)
 
-    def put(line: Line | Oversize) -> None:
-        text = _clean(line, "utf-8", secrets)
-        tally.log_lines += 1
-        channel.put(text)
+    def put(part: Part | None) -> None:
+        if part is not None:
+            tally.log_lines += part.ended
+            channel.put_part(part)
 
-    while data := await stream.receive_some(_LOG_CHUNK):
-        tally.stderr_bytes += len(data)
-        for line in lines.feed(data):
-            put(line)
-        await trio.lowlevel.checkpoint()
-    if (rest := lines.close()) is not None:
-        put(rest)
+    patience = _PATIENCE
+    show_at = math.inf
+    try:
+        while (data := await _receive_until(stream, show_at)) != b"":
+            if data is None:
+                put(lines.fragment())
+                patience = min(2 * patience, _MOST_PATIENCE)
+                show_at = math.inf
+                continue
+            tally.stderr_bytes += len(data)
+            ended, dropped = 0, lines.dropped
+            for ended, part in enumerate(lines.feed(data), 1):
+                put(part)
+                if ended % _TURN == 0:
+                    await trio.lowlevel.cancel_shielded_checkpoint()  # what was read is not lost
+            tally.note_held(lines.held)
+            tally.dropped_log_bytes += lines.dropped - dropped
+            if ended:
+                patience, show_at = _PATIENCE, math.inf
+            if lines.fresh and show_at == math.inf:
+                show_at = trio.current_time() + patience
+            await trio.lowlevel.checkpoint()
+    finally:
+        put(lines.close())
 
 
-def _clean(line: Line | Oversize, encoding: str, secrets: tuple[str, ...]) -> str:
-    """Decode what was kept of a line, without the secrets in it."""
-    cut = isinstance(line, Oversize)
-    data = line.head if isinstance(line, Oversize) else line.data
-    return redact(data.decode(encoding, "backslashreplace"), secrets, cut=cut)
+async def _receive_until(stream: ByteStream, deadline: float) -> bytes | bytearray | None:
+    """Wait for some bytes; none at the end of the stream, and None if the time is over.
+
+    Cancellation: nothing is lost.
+    """
+    with trio.CancelScope(deadline=deadline):
+        return await stream.receive_some(_LOG_CHUNK)
+    return None

@@ -24,6 +24,7 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
+from llamatrio.child.logs import LogWatch
 from llamatrio.config import ModelConfig
 from llamatrio.errors import (
     ChildSilent,
@@ -51,6 +52,7 @@ from llamatrio.lifecycle.inbox import Inbox
 from llamatrio.lifecycle.keeper import Generation, GivenUp, Patience, give_up, keep, watch
 from llamatrio.lifecycle.phases import Answer, Command, Event, Phase, Transition
 from llamatrio.lifecycle.policy import REMEMBERED, Life, Policy
+from llamatrio.lifecycle.recorder import Draft, Recorder
 from llamatrio.lifecycle.reply import Reply
 from llamatrio.lifecycle.verbs import Verb, Verbs
 from llamatrio.lifecycle.work import VERDICT, Work
@@ -108,6 +110,7 @@ class LifecycleActor(Hooks):
       phase: Where the lifecycle stands.
       failure: Why the model was lost, if it was not asked to end; None while all is well.
       counters: What was counted so far.
+      recorder: Writes down how a model was lost.
 
     Raises:
       SpecificationError: if the backend cannot honour the configuration.
@@ -122,6 +125,7 @@ class LifecycleActor(Hooks):
         self.phase = Phase.UNLOADED
         self.failure: LlamatrioError | None = None
         self.counters = Counters()
+        self.recorder = Recorder()
         self.backend = backend
         self.body = trio.CancelScope()
         self._process = os.getpid()
@@ -240,6 +244,13 @@ class LifecycleActor(Hooks):
         """Return an inbox that gets the present status, and every one that follows."""
         return self._watchers.add(self.status())
 
+    def watch_logs(self, lines: int) -> LogWatch:
+        """Return what gets every line of the model's log that follows."""
+        watch = self.backend.watch_logs(lines)
+        if self._finished.is_set():
+            watch.close()
+        return watch
+
     def status(self) -> Status:
         """Return the present status."""
         generation = self._generation
@@ -264,6 +275,8 @@ class LifecycleActor(Hooks):
             load_seconds=self._load_seconds,
             token_seconds=self._work.pace,
             last_exit=self._last_end.exit if self._last_end else None,
+            isolation=self.backend.isolation,
+            stdout_reserved=self.backend.stdout_reserved,
         )
 
     @property
@@ -434,6 +447,8 @@ class LifecycleActor(Hooks):
         if self._held_end is not None:
             end, self._held_end = self._held_end, None
             self._take_end(end)
+            if (draft := self.recorder.decide()) is not None:
+                self._keepers.start_soon(self.recorder.write, draft)
 
     def _take_end(self, end: Ended) -> None:
         """Decide what follows the end of a generation."""
@@ -518,8 +533,9 @@ class LifecycleActor(Hooks):
         if verb is not None:
             self._verbs.note(verb, step.answer, old)
         changed = step.phase is not old
+        number = self._generation.number if self._generation else 0
+        self.recorder.note(old, event, step.phase, number)
         if changed:
-            number = self._generation.number if self._generation else 0
             self._observe("on_transition", Transition(old, event, step.phase, number))
         for command in step.commands:
             self._perform(command, verb, waiting_phase)
@@ -651,12 +667,24 @@ class LifecycleActor(Hooks):
             case Ended():
                 self.counters.count_end(event, generation.opened is not None)
                 self._last_end = event
+                number = generation.number
+                if draft := self.recorder.take(event, number, self.backend, self.counters):
+                    self._keepers.start_soon(self._write_down, draft, event)
+                    return
             case GivenUp():
                 pass
             case _ if self._inbox.unread > MAX_UNREAD:
                 generation.session = None  # nothing more is sent to it while it is ended
                 raise StateFlood(f"more than {MAX_UNREAD} records that nobody could take yet")
         self._inbox.put(_Told(event), progress=isinstance(event, LoadProgress))
+
+    @enable_ki_protection
+    async def _write_down(self, draft: Draft, end: Ended) -> None:
+        """Write down how a model was lost, before anybody is told that it was."""
+        try:
+            await self.recorder.write(draft)
+        finally:
+            self._inbox.put(_Told(end))
 
     def _on_stale(self) -> None:
         self.counters.stale += 1
@@ -721,6 +749,7 @@ class LifecycleActor(Hooks):
         self._notify()
         self._finished.set()
         self._watchers.close()
+        self.backend.end_logs()
 
     def _waiting_phase(self) -> RequestPhase:
         return "loading" if self.phase is Phase.LOADING else "queued"

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import attrs
 
 from llamatrio.child.exits import Exit
+from llamatrio.child.isolation import Isolation
 from llamatrio.child.pumps import Tally
 from llamatrio.errors import WakeFailed
 from llamatrio.lifecycle.inbox import Inbox
@@ -123,6 +124,9 @@ class Diagnostics:
       load_seconds: How long the last first load of a generation took; None before that.
       token_seconds: Time from one piece of an answer to the next, as seen of late; 0 before that.
       last_exit: How the last process ended; None before that.
+      isolation: What the present or last process is kept from; None before the first.
+      stdout_reserved: Whether the present or last process keeps its stdout for records, as far as
+        that can be seen; None before its READY, and where it cannot.
     """
 
     phase: Phase
@@ -138,6 +142,8 @@ class Diagnostics:
     load_seconds: float | None
     token_seconds: float
     last_exit: Exit | None
+    isolation: Isolation | None = None
+    stdout_reserved: bool | None = None
 
 
 class Watchers:

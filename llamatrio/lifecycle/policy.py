@@ -58,7 +58,8 @@ class Life:
         """
         if isinstance(self.error, SpecificationError | ModelChanged | Unkillable | ClosedError):
             return True
-        refused = self.exit is not None and (self.exit.returncode or 0) > 0
+        end = self.exit
+        refused = end is not None and end.signal is None and (end.returncode or 0) > 0
         return self.first and not self.opened and refused
 
 

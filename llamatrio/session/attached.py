@@ -23,7 +23,7 @@ import h11
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from llamatrio.child.launch import Address, redact
+from llamatrio.child.launch import Address
 from llamatrio.config import ModelConfig
 from llamatrio.errors import (
     AnswerTooLarge,
@@ -38,7 +38,14 @@ from llamatrio.errors import (
 from llamatrio.outcomes import Finished
 from llamatrio.requests import Request
 from llamatrio.session.base import Backend, Emit, LoadProgress, ModelSession, Opened, Publish
-from llamatrio.session.http import Connection, header_of, read_answer, read_body
+from llamatrio.session.http import (
+    Connection,
+    header_of,
+    read_answer,
+    read_body,
+    redact_refusal,
+)
+from llamatrio.wire.redaction import redact
 
 Dialect: TypeAlias = Literal["llama", "openai"]
 """What a server speaks: all that llama-server does, or what OpenAI has under `/v1` and no more."""
@@ -239,7 +246,7 @@ class AttachedSession(ModelSession):
             message = f"the connection to {endpoint.location.url} broke: {_reason(exc)}"
             raise StreamBroken(endpoint.redacted(message)) from exc
         except RequestRefused as exc:
-            raise endpoint.redact_refusal(exc) from None
+            raise redact_refusal(exc, endpoint.secrets) from None
 
     def _target(self, request: Request) -> str:
         if self._server.dialect == "openai":
@@ -273,6 +280,11 @@ class Endpoint:
     location: Location
     key: str | None = attrs.field(default=None, repr=False)
     tls: ssl.SSLContext | None = None
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What must not be shown: the key, if there is one."""
+        return () if self.key is None else (self.key,)
 
     async def connect(self) -> Connection:
         """Make a connection.
@@ -311,24 +323,7 @@ class Endpoint:
 
     def redacted(self, text: str) -> str:
         """Return a text without the key in it."""
-        return text if self.key is None else redact(text, (self.key,), cut=True)
-
-    def redact_refusal(self, error: RequestRefused) -> RequestRefused:
-        """Return what a server refused a request with, without the key, which some repeat."""
-        details = {self.redacted(name): self._clean(item) for name, item in error.details.items()}
-        kind, message = self.redacted(error.kind), self.redacted(error.message)
-        return type(error)(error.status, kind, message, details)
-
-    def _clean(self, value: object) -> object:
-        match value:
-            case str():
-                return self.redacted(value)
-            case dict():
-                return {self.redacted(name): self._clean(item) for name, item in value.items()}
-            case list():
-                return [self._clean(item) for item in value]
-            case _:
-                return value
+        return redact(text, self.secrets, cut=True)
 
 
 def _keep_alive(stream: trio.SocketStream) -> None:

@@ -14,7 +14,11 @@ from typing import TypeAlias
 import attrs
 import trio
 
+from llamatrio.child.evidence import Evidence, State
 from llamatrio.child.exits import Exit
+from llamatrio.child.isolation import Isolation
+from llamatrio.child.logs import LogQueue, LogWatch
+from llamatrio.child.manifest import Manifest
 from llamatrio.child.pumps import Tally
 from llamatrio.config import ModelConfig
 from llamatrio.errors import LlamatrioError
@@ -133,6 +137,39 @@ class Backend(ABC):
         return None
 
     @property
+    def manifest(self) -> Manifest | None:
+        """With what the present or last generation was started; None if that is not known."""
+        return None
+
+    @property
+    def evidence(self) -> tuple[Evidence, ...]:
+        """What was wrong on the pipes of all generations so far, the last pieces of it."""
+        return ()
+
+    @property
+    def state_channel(self) -> State | None:
+        """The end of the present or last generation's state channel; None without one."""
+        return None
+
+    async def examine(self) -> Manifest | None:
+        """Look at everything in the manifest again, with all that takes time.
+
+        Cancellation: abandons it.
+        """
+        await trio.lowlevel.checkpoint()
+        return self.manifest
+
+    @property
+    def isolation(self) -> Isolation | None:
+        """What the process of the present or last generation is kept from; None without one."""
+        return None
+
+    @property
+    def stdout_reserved(self) -> bool | None:
+        """Whether the model's process keeps its stdout for records; None if that is not known."""
+        return None
+
+    @property
     def log_tail(self) -> str:
         """The last lines of the present generation's log, for error reports; empty without one."""
         return ""
@@ -141,6 +178,22 @@ class Backend(ABC):
     def dropped_log_lines(self) -> int:
         """Log lines that were lost because whoever takes them was too slow."""
         return 0
+
+    def watch_logs(self, lines: int) -> LogWatch:
+        """Return what gives all lines of the log that follow, until `end_logs`.
+
+        By itself it gives none, and ends at once.
+
+        Args:
+          lines: How many may wait there; beyond that the oldest is dropped and counted.
+        """
+        watch = LogWatch(LogQueue(lines))
+        watch.close()
+        return watch
+
+    def end_logs(self) -> None:
+        """Let those who watch the log come to an end: their provider is over."""
+        return None
 
     def signs_of_life(self) -> object:
         """Return a value that is another one if the model's side did anything in between.

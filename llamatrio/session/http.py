@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from secrets import token_hex
 from typing import Final
 
 import h11
@@ -23,6 +24,7 @@ from llamatrio.errors import AnswerTooLarge, BadAnswer, ChildError, RequestRefus
 from llamatrio.outcomes import Finished
 from llamatrio.requests import Admitted, Request
 from llamatrio.session.base import Emit, ModelSession
+from llamatrio.wire.redaction import redact, redact_value
 from llamatrio.wire.sse import AnswerReader, refusal
 
 MAX_BODY: Final = 64 * 2**20
@@ -40,6 +42,7 @@ class HttpSession(ModelSession):
       key: What it wants to hear.
       check: Is awaited before a request is sent and again before its answer is taken, and raises if
         the child must not serve it.
+      secrets: What must not be in an error that it raises; the answers themselves are left alone.
 
     Attributes:
       last_cut: When a connection was last closed within its answer, on Trio's clock.
@@ -50,10 +53,12 @@ class HttpSession(ModelSession):
         address: Address,
         key: str,
         check: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
+        secrets: Sequence[str] = (),
     ) -> None:
         self._address = address
         self._key = key
         self._check = check
+        self._secrets = secrets
         self._connections: set[Connection] = set()
         self._fault: ChildError | None = None
         self._info: Mapping[str, object] = {}
@@ -90,7 +95,10 @@ class HttpSession(ModelSession):
         except (OSError, *_BREAKS) as exc:
             if self._fault is not None:
                 raise self._fault from None
-            raise StreamBroken(f"the connection to the child broke: {exc}") from exc
+            message = redact(f"the connection to the child broke: {exc}", self._secrets, cut=True)
+            raise StreamBroken(message) from exc
+        except RequestRefused as exc:
+            raise redact_refusal(exc, self._secrets) from None
         finally:
             if not whole:
                 self.last_cut = trio.current_time()
@@ -180,6 +188,29 @@ class Connection:
         return event
 
 
+async def is_ours(address: Address, key: str) -> bool:
+    """Say whether the server at an address is the one that was given a key.
+
+    One that lets everybody in is not; so it is asked with a wrong key first, and does not learn the
+    right one if it is a stranger.
+
+    Cancellation: abandons it.
+
+    Raises:
+      StreamBroken: if there is none, or it does not speak HTTP.
+    """
+    for given, answer in ((token_hex(32), 401), (key, 200)):
+        try:
+            with closing(await _connect(address)) as connection:
+                await connection.send("GET", "/v1/models", b"", given)
+                status = (await connection.response()).status_code
+        except (OSError, *_BREAKS) as exc:
+            raise StreamBroken(f"the connection to the child broke: {exc}") from exc
+        if status != answer:
+            return False
+    return True
+
+
 async def _connect(address: Address) -> Connection:
     if isinstance(address, str):
         return Connection(await trio.open_unix_socket(address))
@@ -213,6 +244,15 @@ async def read_answer(
                 return piece
             emit(piece)
     raise StreamBroken("the answer ended without its terminal mark")
+
+
+def redact_refusal(error: RequestRefused, secrets: Sequence[str]) -> RequestRefused:
+    """Return what a server refused a request with, without the secrets that it may repeat."""
+    kind = redact(error.kind, secrets, cut=True)
+    message = redact(error.message, secrets, cut=True)
+    details = redact_value(error.details, secrets)
+    assert isinstance(details, dict)
+    return type(error)(error.status, kind, message, details)
 
 
 def header_of(response: h11.Response, wanted: bytes) -> bytes:

@@ -52,6 +52,24 @@ def files_of(config: ModelConfig) -> Iterator[str]:
             yield from filter(os.path.exists, parts(path)[1:])
 
 
+def absolute(config: ModelConfig) -> ModelConfig:
+    """Return a configuration with the same files, by their absolute paths.
+
+    What a relative one means depends on the moment: it is looked at before the child is started.
+    """
+
+    def of(path: str | None) -> str | None:
+        return None if path is None else os.path.abspath(path)
+
+    return attrs.evolve(
+        config,
+        model=of(config.model),
+        draft_model=of(config.draft_model),
+        mmproj=of(config.mmproj),
+        lora=[attrs.evolve(lora, path=os.path.abspath(lora.path)) for lora in config.lora],
+    )
+
+
 def take_identity(config: ModelConfig) -> tuple[Identity, ...]:
     """Look at the files of a configuration, in the order of `files_of`.
 
@@ -119,6 +137,17 @@ class Digests:
         if digest == pinned:
             return None
         return f"its SHA-256 is {digest[:12]}... and not {pinned[:12]}..., which `sha256` pins"
+
+    def of_path(self, path: str) -> str:
+        """Compute the SHA-256 of a file anew. Called in a thread of Trio's.
+
+        Raises:
+          OSError: if it cannot be read, or is changed meanwhile.
+        """
+        try:
+            return self._digest(_identify(path), anew=True)
+        except ModelFileError as exc:
+            raise OSError(exc.reason) from exc
 
     def _digest(self, file: Identity, anew: bool) -> str:
         try:

@@ -26,15 +26,20 @@ class SocketPathTooLong(SpecificationError):
     """The path of a unix socket would be longer than the operating system takes."""
 
 
+@contextlib.contextmanager
+def loopback_address() -> Iterator[Address]:
+    """Give a loopback port that was free a moment ago; the child's key guards it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    yield ("127.0.0.1", port)
+
+
 if sys.platform == "win32":
 
-    @contextlib.contextmanager
-    def private_address(parent: str | None) -> Iterator[Address]:
-        """Give a loopback port that was free a moment ago; the child's key guards it."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        yield ("127.0.0.1", port)
+    def private_address(parent: str | None) -> contextlib.AbstractContextManager[Address]:
+        """Give a loopback port: the Python of Windows has no unix sockets."""
+        return loopback_address()
 
 else:
     import fcntl

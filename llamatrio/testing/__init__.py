@@ -5,6 +5,8 @@
 * `write_parrot`: a model file made in milliseconds that recites a known text.
 * `write_embedding_parrot`, `write_reranking_parrot`: others whose vectors and scores are known.
 * `llamatrio.testing.fakechild`: a program that plays a child, scripted step by step; POSIX only.
+* `llamatrio.testing.corpus`: what a child may write, as streams with their events, and a check of
+  any reader on them.
 """
 
 from llamatrio.testing.conformance import (

@@ -1,16 +1,23 @@
-"""Write a parrot: `python -m llamatrio.testing PATH`."""
+"""Write a parrot: `python -m llamatrio.testing PATH`.
+
+`python -m llamatrio.testing corpus` checks a reader of lifecycle records instead.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from llamatrio.testing.corpus.command import main as check_corpus
 from llamatrio.testing.parrot import TEXT, write_large_parrot, write_parrot, write_slow_parrot
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Write one and say what it is."""
+def main(arguments: Sequence[str]) -> int:
+    """Write one and say what it is, or check a reader; give the exit code."""
+    if arguments[:1] == ["corpus"]:
+        return check_corpus(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="python -m llamatrio.testing",
         description="Write a model file that recites one sentence.",
@@ -31,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parrot = write_parrot(chosen.path, chosen.text, loop=chosen.loop)
     print(f"{parrot.path}: {parrot.size:,} bytes, {parrot.tokens} tokens, loop: {parrot.loop}")
     print(parrot.text)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -17,8 +17,11 @@ Step                       Effect
 =========================  ======================================================================
 ``S state [payload]``      write a state line; the payload is JSON, copied as it is, default null
 ``Sn state N``             the same with a payload of N bytes, for what no argument can hold
+``Sp N``                   write N state lines of a load that gets on, as fast as they are read
+``St N seconds``           write N state lines of a load, that far apart; the stage is the time
 ``O text``, ``E text``     write to stdout, stderr; ``\n \r \t \0 \e \\ \xff`` stand for bytes
 ``On N``, ``En N``         write N bytes of filler without a newline
+``P N [text]``             pour N bytes of the text, or of filler, to stderr, in the background
 ``W seconds``              wait
 ``W? [seed]``              cut the next write at random places, with tiny pauses between
 ``R``                      wait for the exit line, or the end, of stdin
@@ -26,6 +29,7 @@ Step                       Effect
 ``X code``                 exit at once with that code
 ``K name``                 send itself that signal, such as KILL or SEGV, without a core dump
 ``I name``                 ignore that signal from now on
+``C name``                 close stdout or stderr; what is written there later goes nowhere
 ``F seconds``              leave a grandchild that holds all pipes for that long
 ``F! seconds``             the same in a session of its own, out of reach of a group signal
 ``H mode [operand ...]``   serve HTTP from now on; a later ``H`` changes the mode
@@ -82,6 +86,7 @@ PATH: Final = __file__
 
 STATE_PREFIX: Final = b"cmd_child_to_router:state:"
 EXIT_LINE: Final = b"cmd_router_to_child:exit"
+_PROGRESS: Final = STATE_PREFIX + b'{"state":"loading","payload":{"value":%.6f}}\n'
 
 _STDIN: Final = 0
 _STDOUT: Final = 1
@@ -121,11 +126,42 @@ class _Child:
         frame = '{"filler":"%s"}'
         self.write_state(state, frame % ("x" * (int(size) - len(frame % ""))))
 
+    def write_progress(self, count: str) -> None:
+        last, batch = int(count), 1000  # lines in one write
+        for first in range(1, last + 1, batch):
+            numbers = range(first, min(first + batch, last + 1))
+            _write_all(_STDOUT, b"".join(_PROGRESS % (number / last) for number in numbers))
+
+    def write_times(self, count: str, seconds: str) -> None:
+        for _ in range(int(count)):
+            # The same clock for all processes, if the system is not that of Windows.
+            self.write_state("loading", f'{{"stage":"{time.monotonic():.6f}"}}')
+            time.sleep(float(seconds))
+
     def write_stdout(self, text: str) -> None:
         self._write(_STDOUT, _decode_escapes(text))
 
     def write_stderr(self, text: str) -> None:
         self._write(_STDERR, _decode_escapes(text))
+
+    def close_stream(self, name: str) -> None:
+        streams = {"stdout": _STDOUT, "stderr": _STDERR}
+        if name not in streams:
+            raise ValueError(f"no such stream: {name}")
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, streams[name])
+        os.close(nowhere)
+
+    def pour(self, size: str, text: str = "x") -> None:
+        piece = _decode_escapes(text)
+        block = piece * (_READ_BYTES // len(piece) + 1)
+        threading.Thread(target=self._pour, args=(block, int(size)), daemon=True).start()
+
+    @staticmethod
+    def _pour(block: bytes, size: int) -> None:
+        while size > 0:
+            _write_all(_STDERR, block[:size])
+            size -= len(block)
 
     def fill_stdout(self, size: str) -> None:
         self._write(_STDOUT, b"x" * int(size))
@@ -224,8 +260,12 @@ class _Step:
 _STEPS: Final[Mapping[str, _Step]] = {
     "S": _Step(_Child.write_state, 1, 1),
     "Sn": _Step(_Child.write_long_state, 2),
+    "Sp": _Step(_Child.write_progress, 1),
     "O": _Step(_Child.write_stdout, 1),
     "E": _Step(_Child.write_stderr, 1),
+    "C": _Step(_Child.close_stream, 1),
+    "St": _Step(_Child.write_times, 2),
+    "P": _Step(_Child.pour, 1, 1),
     "On": _Step(_Child.fill_stdout, 1),
     "En": _Step(_Child.fill_stderr, 1),
     "W": _Step(_Child.wait, 1),

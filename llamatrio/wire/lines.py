@@ -15,9 +15,15 @@ import attrs
 
 @attrs.frozen
 class Line:
-    """A whole line, without its newline and without one carriage return before that."""
+    """A whole line, without its newline and without one carriage return before that.
+
+    Attributes:
+      data: Its bytes.
+      offset: Where it begins in the stream. Lines of the same bytes are equal, wherever they are.
+    """
 
     data: bytes
+    offset: int = attrs.field(default=0, eq=False)
 
 
 @attrs.frozen
@@ -27,10 +33,12 @@ class Oversize:
     Attributes:
       head: Its first bytes, as many as the splitter was told to keep.
       size: Its length in bytes, without the newline.
+      offset: Where it begins in the stream.
     """
 
     head: bytes
     size: int
+    offset: int = attrs.field(default=0, eq=False)
 
 
 class LineSplitter:
@@ -48,6 +56,7 @@ class LineSplitter:
         self._keep = keep
         self._held = bytearray()
         self._size = 0  # of the line so far, whether held or not
+        self._offset = 0  # of its first byte in the stream
 
     def feed(self, data: bytes | bytearray) -> Iterator[Line | Oversize]:
         """Take the next bytes and give the lines that they complete; exhaust it before the next."""
@@ -80,9 +89,10 @@ class LineSplitter:
             del self._held[self._keep :]
 
     def _take(self) -> Line | Oversize:
-        held, size = bytes(self._held), self._size
+        held, size, offset = bytes(self._held), self._size, self._offset
         self._held.clear()
         self._size = 0
+        self._offset += size + 1  # with the newline
         if size > self._limit:
-            return Oversize(held, size)
-        return Line(held.removesuffix(b"\r"))
+            return Oversize(held, size, offset)
+        return Line(held.removesuffix(b"\r"), offset)

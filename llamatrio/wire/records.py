@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
@@ -24,6 +25,8 @@ EXIT_LINE: Final = b"cmd_router_to_child:exit\n"
 
 MAX_DEPTH: Final = 32
 """Deeper JSON is refused: no record is nested more than a few levels."""
+
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 @attrs.frozen
@@ -123,15 +126,15 @@ def parse(line: bytes) -> Record | Malformed | None:
     if not line.startswith(PREFIX):
         return None
     try:
-        document = json.loads(line[len(PREFIX) :].decode(), parse_constant=_refuse_constant)
+        document = _decode(line[len(PREFIX) :])
     except RecursionError:
         return Malformed("nested too deeply")
     except ValueError as exc:  # bad UTF-8 and bad JSON alike
         return Malformed(str(exc))
     if not isinstance(document, dict):
         return Malformed("not a JSON object")
-    if _depth(document) > MAX_DEPTH:
-        return Malformed("nested too deeply")
+    if (reason := _fault(document)) is not None:
+        return Malformed(reason)
     state, payload = document.get("state"), document.get("payload")
     if not isinstance(state, str):
         return Malformed("no state")
@@ -143,13 +146,13 @@ def _structure(state: str, payload: object) -> Record | Malformed:
     try:
         match state:
             case "loading":
-                return _loading(fields)
+                return _loading(_present(fields))
             case "ready":
                 return Ready(fields or None)
             case "sleeping":
                 return Sleeping()
             case "downloading":
-                return _converter.structure(fields, Downloading)
+                return _converter.structure(_present(fields), Downloading)
             case _:
                 return Unknown(state, payload)
     except cattrs.BaseValidationError as exc:
@@ -161,30 +164,57 @@ def _loading(fields: Mapping[str, object]) -> Loading:
     return _converter.structure({**fields, "stage": stage}, Loading)
 
 
-def _depth(value: object) -> int:
-    deepest, stack = 0, [(value, 1)]
+def _present(fields: Mapping[str, object]) -> dict[str, object]:
+    """Leave out what is null: llama.cpp reads such a field as one that is not there."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _fault(document: object) -> str | None:
+    """Say what is wrong with a document that the parser took: it is too deep, or no Unicode."""
+    stack: list[tuple[object, int]] = [(document, 1)]
     while stack:
         item, depth = stack.pop()
-        deepest = max(deepest, depth)
+        if depth > MAX_DEPTH:
+            return "nested too deeply"
         if isinstance(item, dict):
-            stack.extend((child, depth + 1) for child in item.values())
+            stack.extend((part, depth + 1) for pair in item.items() for part in pair)
         elif isinstance(item, list):
             stack.extend((child, depth + 1) for child in item)
-    return deepest
+        elif isinstance(item, str) and _SURROGATE.search(item):
+            # An escape without its partner. Whoever prints or stores such a text would fail.
+            return "a surrogate without its partner"
+    return None
+
+
+def _decode(data: bytes) -> object:
+    return json.loads(
+        data.decode(), parse_constant=_refuse_constant, parse_float=_finite, parse_int=_integer
+    )
 
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError("a number that is too large")
+    return number
+
+
+def _integer(text: str) -> int:
+    _finite(text)  # first: it bounds the digits, for which `int` takes quadratic time
+    return int(text)
+
+
 def _number(value: object, _: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"not a number: {value!r}")
     return float(value)
 
 
 def _whole(value: object, _: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**63:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
         raise ValueError(f"not a whole number of 64 bits: {value!r}")
     return value
 
