@@ -8,11 +8,12 @@ whatever comes back comes back into Trio.
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Generic, TypeAlias, TypeVar
 
 import trio
@@ -167,22 +168,37 @@ class HostThread(Dispatcher):
         program = _Program(function, args, self._queue.put)
         thread = threading.Thread(target=program.run, name="trio", daemon=True)
         self._serving = True
-        thread.start()
-        interrupted = False
-        while True:
-            try:
-                job = self._queue.get()
-                if job is None:
-                    break
-                job()
-            except KeyboardInterrupt:
-                interrupted = True
-                program.cancel()
-        thread.join()
-        self._serving = False
+        try:
+            with _interrupting(program.cancel) as interrupted:
+                thread.start()
+                while (job := self._queue.get()) is not None:
+                    job()
+                thread.join()
+        finally:
+            self._serving = False
         if interrupted:
             raise KeyboardInterrupt
         return program.result()
+
+
+@contextmanager
+def _interrupting(cancel: Callable[[], None]) -> Iterator[list[int]]:
+    """Let Ctrl-C cancel, and be noted, where it would raise KeyboardInterrupt at any place."""
+    interrupts: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        interrupts.append(number)
+        cancel()
+
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _Program(Generic[_T]):
@@ -215,6 +231,7 @@ class _Program(Generic[_T]):
             self._results.append(await self._function(*self._args))
 
     def cancel(self) -> None:
+        """Let it come to its end, from a signal handler on the main thread."""
         if self._token is None:
             self._scope.cancel()  # it has not begun
             return

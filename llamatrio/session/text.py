@@ -42,8 +42,8 @@ class TextAssembler:
             return ""
         text = self._held + new
         found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            place, self.stopped = min(found, key=lambda pair: (pair[0], -len(pair[1])))
+        if found:  # the one that is whole first, as if the characters came one by one
+            place, self.stopped = min(found, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))
             self._held = ""
             return text[:place]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
