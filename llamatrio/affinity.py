@@ -30,9 +30,11 @@ from llamatrio.session.dispatch import HostThread, OwnerThread
 from llamatrio.session.engine import Engine, Generated
 from llamatrio.session.libllama import Library, find_library
 from llamatrio.session.sampling import Sampling
+from llamatrio.session.server import check_gguf
 from llamatrio.testing.parrot import write_parrot
 
 _T = TypeVar("_T")
+_MARK: Final = "llamatrio affinity: "
 
 Answer: TypeAlias = Literal["yes", "no", "not tried"]
 
@@ -111,7 +113,12 @@ class AffinityReport:
     trials: tuple[Trial, ...]
 
     def answer(self, threads: Threads) -> Answer:
-        """Say whether this way of choosing threads works: it ends, and says what the others say."""
+        """Say whether this way works: it comes to its end, and says what the main thread said.
+
+        Where none does, nothing is known of threads: it is the library, or the model.
+        """
+        if all(trial.text is None for trial in self.trials):
+            return "not tried"
         trial = self._trial(threads)
         if trial.text is None:
             return "no"
@@ -228,8 +235,10 @@ async def check_affinity(
     Cancellation: kills the trial that is going on.
 
     Raises:
-      SpecificationError: if the library is none.
+      SpecificationError: if the library is none, or the model.
     """
+    if model is not None:
+        check_gguf(model)
     path = library or find_library()
     version = Library(path).version
     with tempfile.TemporaryDirectory(prefix="llamatrio-") as folder:
@@ -252,7 +261,10 @@ async def _run(threads: Threads, library: str, model: str, device: str, patience
     if done.returncode != 0:
         last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
         return Trial(threads, done.returncode, error="".join(last)[:500])
-    return Trial(threads, 0, **json.loads(done.stdout.splitlines()[-1]))
+    for line in done.stdout.decode("utf-8", "replace").splitlines():
+        if line.startswith(_MARK):
+            return Trial(threads, 0, **json.loads(line.removeprefix(_MARK)))
+    return Trial(threads, 0, error="it told no result")
 
 
 async def _kill(process: trio.Process) -> None:  # noqa: ASYNC124 - Trio wants one
@@ -272,7 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trial", choices=get_args(Threads), help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.trial:
-        print(json.dumps(_try(chosen.trial, chosen.library, chosen.model, chosen.device)))
+        result = _try(chosen.trial, chosen.library, chosen.model, chosen.device)
+        print(f"\n{_MARK}{json.dumps(result)}", flush=True)  # the library may print, too
         return 0
     try:
         report = trio.run(

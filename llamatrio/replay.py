@@ -30,15 +30,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         box = load(_read(chosen.file))
     except (OSError, ValueError) as exc:
-        print(escape(f"{chosen.file}: {exc}"), file=sys.stderr)
+        print(_shown(f"{chosen.file}: {exc}"), file=sys.stderr)
         return 2
     differences = find_differences(box)
     for line in [*describe(box), *(f"different: {one}" for one in differences)]:
-        print(escape(line))  # who knows where the file comes from
+        print(_shown(line))
     if not differences:
         lines = len(box.state.seen) if box.state else 0
         print(f"the same: {lines} lines of the state channel, {len(box.steps)} steps")
     return 1 if differences else 0
+
+
+def _shown(line: str) -> str:
+    """Make a line harmless, wherever the file comes from and whatever the terminal can show."""
+    return escape(line).encode("ascii", "backslashreplace").decode()
 
 
 def _read(path: Path) -> bytes:

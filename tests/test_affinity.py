@@ -57,6 +57,12 @@ def test_what_is_no_library_cannot_be_checked() -> None:
     assert command("--library", "/nowhere/libllama.so")[0] == 2
 
 
+def test_a_model_that_cannot_be_loaded_says_nothing_of_threads() -> None:
+    assert command("--model", "/nowhere.gguf")[0] == 2
+    trials = tuple(Trial(threads, 1) for threads in ("main", "owner", "split"))
+    assert AffinityReport("lib", "1", "cpu", "here", "m", trials).owner_replaces_main == "not tried"
+
+
 @pytest.mark.parametrize(
     ("main", "owner", "answer"),
     [("a", "a", "yes"), ("a", "b", "no"), ("a", None, "no"), (None, "a", "yes")],

@@ -279,6 +279,8 @@ def test_the_program_behind_a_wrapper_is_suggested_without_the_options_of_both()
     )
     told = (*wrapper[:1], "serve", "-v", *wrapper[1:])
     assert suggest(told, told[1:]) == "serve -v"
+    # The kernel puts the interpreter of a script before it.
+    assert suggest(wrapper, ("/bin/sh", *wrapper)) == 'exec llama-server "$@"'
     assert suggest(wrapper, ("something", "else")) == 'exec llama-server "$@"'
     assert suggest(wrapper) == 'exec llama-server "$@"'
 

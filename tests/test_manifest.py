@@ -427,7 +427,7 @@ async def test_a_model_that_everybody_may_write_to_is_a_warning_once(
             assert provider.manifest is not None
             assert provider.manifest.warnings == (warning,)
     assert [one.getMessage() for one in caplog.records if "everybody" in one.getMessage()] == [
-        warning
+        f"W {warning}"
     ]
 
 

@@ -16,12 +16,15 @@ from pathlib import Path
 import attrs
 import pytest
 import trio
+import trio.testing
 from moments import first_text, reach, serve_another, within_prompt
 
 from llamatrio import (
+    BadAnswer,
     ContextExceeded,
     Hosted,
     LifecycleActor,
+    LoadFailed,
     LocalProvider,
     ModelConfig,
     ModelFileError,
@@ -32,6 +35,7 @@ from llamatrio import (
     RequestFailed,
     RequestRefused,
     SpecificationError,
+    StreamBroken,
     chat_request,
     completion_request,
     open_provider,
@@ -44,7 +48,9 @@ from llamatrio.lifecycle import hooks, reply
 from llamatrio.outcomes import Cancelled, Finished, Outcome
 from llamatrio.session import base
 from llamatrio.session.dispatch import Dispatcher, HostThread, OwnerThread, Roaming
+from llamatrio.session.engine import Engine
 from llamatrio.session.libllama import Library, find_library
+from llamatrio.session.native import NativeSession
 from llamatrio.testing import (
     BACKEND_RULES,
     PROVIDER_RULES,
@@ -52,7 +58,12 @@ from llamatrio.testing import (
     check_backend,
     check_provider,
 )
-from llamatrio.testing.parrot import Parrot, write_large_parrot, write_parrot
+from llamatrio.testing.parrot import (
+    Parrot,
+    write_embedding_parrot,
+    write_large_parrot,
+    write_parrot,
+)
 
 FIVE = completion_request("Hello", max_tokens=5, temperature=0)
 ON_AND_ON = completion_request("Hello", max_tokens=100_000, temperature=0)
@@ -212,7 +223,7 @@ async def test_a_seed_makes_the_drawing_repeatable(parrot: Parrot) -> None:
     assert one == other != third
 
 
-async def test_what_was_said_can_be_penalized(parrot: Parrot) -> None:
+async def test_a_token_can_be_forbidden(parrot: Parrot) -> None:
     async with opened(config_of(parrot)) as provider:
         await provider.start()
         first = await provider.tokenize(parrot.text.split(" ")[0])
@@ -220,6 +231,55 @@ async def test_what_was_said_can_be_penalized(parrot: Parrot) -> None:
             "Hello", temperature=0, max_tokens=2, logit_bias=[[first[0], -1e9]]
         )
         assert await ask(provider, biased) != await ask(provider, attrs.evolve(FIVE))
+
+
+END = 2  # the token that ends a parrot's answer
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("grammar", "fields"),
+    [('root ::= "a"', {"logit_bias": [[END, False]]}), ("root ::= <[999999]>", {})],
+)
+async def test_a_grammar_that_leaves_no_token_fails_its_request_alone(
+    parrot: Parrot, grammar: str, fields: dict[str, object], temperature: float
+) -> None:
+    async with opened(config_of(parrot)) as provider:
+        await provider.start()
+        request = completion_request("Hi", grammar=grammar, temperature=temperature, **fields)  # type: ignore[arg-type]
+        with pytest.raises(RequestFailed) as caught:
+            await ask(provider, request)
+        assert isinstance(caught.value.__cause__, BadAnswer)
+        await serve_another(provider)
+
+
+async def test_penalties_count_the_prompt_beside_a_grammar_too(parrot: Parrot) -> None:
+    async with opened(config_of(parrot)) as provider:
+        await provider.start()
+        request = completion_request(
+            "Hello", grammar='root ::= "zzz"', repeat_penalty=1.1, repeat_last_n=2**31 - 1
+        )
+        assert await ask(provider, request) == "zzz"
+
+
+async def test_special_tokens_are_no_text(parrot: Parrot) -> None:
+    answers = []
+    for backend in (NativeBackend(), Hosted()):
+        async with open_provider(config_of(parrot), backend=backend) as provider:
+            await provider.start()
+            request = completion_request("Hi", max_tokens=9, logit_bias=[[0, 1e6]])
+            answers.append((await provider.submit(request).result()).text)
+    assert answers == ["", ""]
+
+
+async def test_an_end_that_is_ignored_is_never_drawn(parrot: Parrot) -> None:
+    async with opened(config_of(parrot)) as provider:
+        await provider.start()
+        request = completion_request("Hi", max_tokens=50, temperature=0, ignore_eos=True)
+        result = await provider.submit(request).result()
+    assert result.outcome.usage.completion == 50
+    assert result.text.startswith(parrot.text)
+    assert "</s>" not in result.text
 
 
 @pytest.mark.slow
@@ -273,6 +333,11 @@ async def test_tokens_become_the_text_that_they_came_from(parrot: Parrot) -> Non
         (completion_request("Hi", repeat_penalty=0), "repeat_penalty"),
         (completion_request("Hi", logit_bias="no"), "logit_bias"),
         (completion_request("Hi", grammar="no ::="), "grammar"),
+        (completion_request("Hi", grammar="(" * 2000 + ")" * 2000), "nested"),
+        (completion_request("Hi", temperature=10**400), "temperature"),
+        (completion_request("half \ud800"), "half a character"),
+        (chat_request("half \ud800"), "half a character"),
+        (Request("/tokenize", {"content": "half \ud800"}), "half a character"),
         (completion_request([1, 10**6]), "1000000"),
         (completion_request([-1]), "-1"),
         (chat_request("Hi", tools=[{}]), "tools"),
@@ -331,6 +396,42 @@ async def test_a_broken_file_says_what_the_library_says(tmp_path: Path) -> None:
         with pytest.raises(ModelFileError, match=r"could not load it: .+"):
             await provider.start()
         assert provider.phase is Phase.UNLOADED
+
+
+async def test_a_model_that_does_not_generate_is_refused(models: Path) -> None:
+    model = write_embedding_parrot(models / "native-embedding.gguf")
+    async with opened(ModelConfig(model.path, threads=1)) as provider:
+        with pytest.raises(LoadFailed, match="does not generate"):
+            await provider.start()
+
+
+async def test_a_request_that_comes_when_the_model_goes_is_told_so(parrot: Parrot) -> None:
+    """Whatever ends the computing task: nobody waits for it any more, and nothing is called."""
+    async with trio.open_nursery() as nursery:
+        dispatcher = OwnerThread()
+        dispatcher.open()
+        engine = Engine(Library(find_library()), config_of(parrot))
+        assert await dispatcher.call(lambda: engine.load(lambda _: None))
+        session = NativeSession(engine, dispatcher, config_of(parrot), lambda: None)
+        scope = trio.CancelScope()
+
+        async def compute() -> None:
+            with scope:
+                await session.run()
+
+        async def be_told() -> None:
+            with pytest.raises(StreamBroken):
+                await session.perform(ON_AND_ON, lambda _: None)
+
+        nursery.start_soon(compute)
+        nursery.start_soon(be_told)
+        await trio.testing.wait_all_tasks_blocked()
+        scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(StreamBroken):
+            await session.perform(FIVE, lambda _: None)
+        await dispatcher.call(engine.free)
+        dispatcher.close()
 
 
 def test_what_is_no_libllama_is_refused(tmp_path: Path) -> None:

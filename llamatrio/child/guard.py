@@ -16,6 +16,7 @@ from trio.lowlevel import enable_ki_protection
 
 from llamatrio.child.launch import Launch
 from llamatrio.child.logs import LogChannel
+from llamatrio.child.manifest import without_secrets
 from llamatrio.child.pumps import Tally
 from llamatrio.child.verdict import (
     Look,
@@ -198,6 +199,9 @@ class Guard:
                 "the child's stdout and stderr are not two separate streams",
                 stderr_tail=str(self._logs.tail),
                 evidence=tuple(redact(sentence, secrets, cut=True) for sentence in evidence),
-                suggestion=redact(suggest(self._launch.command, culprit), secrets),
+                suggestion=suggest(
+                    without_secrets(self._launch.command, secrets),
+                    without_secrets(culprit, secrets),
+                ),
             )
         )

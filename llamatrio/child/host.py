@@ -372,7 +372,7 @@ def die_with_parent() -> None:
 if sys.platform == "linux":
 
     def _is_gone(pid: int) -> bool:
-        if os.getppid() == pid:
+        if os.getppid() in (pid, 0):  # 0: it is beyond a process name space of ours
             return False
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:

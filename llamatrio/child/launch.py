@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from typing import Final, TypeAlias
@@ -190,12 +191,16 @@ def plan(
 
 
 def _secrets(config: ModelConfig) -> list[str]:
-    words = ("KEY", "TOKEN", "SECRET", "PASSWORD")
     return [
         value
         for name, value in config.env.items()
-        if value and any(word in name.upper() for word in words)
+        if len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name)
     ]
+
+
+# A word of its own, so that neither TOKENIZERS_PARALLELISM nor MONKEY makes a secret of "false".
+_SECRET_NAME: Final = re.compile(r"(?i)(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(_|$)")
+_SHORTEST_SECRET: Final = 4  # characters; "1" would be taken out of everything
 
 
 def check(kind: Kind, config: ModelConfig) -> None:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -92,6 +93,8 @@ def needs_network(kind: Kind, config: ModelConfig) -> str | None:
     """Say why a child wants the network; None if it has no use for one."""
     if config.model is None:
         return "it fetches its model"
+    if config.mmproj is not None:
+        return "it may be asked to fetch images"
     if isinstance(kind, Own):
         return "a program of yours may want it"
     if any(argument.partition("=")[0] == "--rpc" for argument in config.args):
@@ -189,6 +192,9 @@ def runs_natively(program: str, depth: int = 4) -> bool:
 
 
 def _machine() -> bytes | None:
-    with open("/proc/self/exe", "rb") as file:
-        head = read_head(file.read(HEAD_BYTES))
-    return head.machine if head else None
+    for path in ("/proc/self/exe", sys.executable):  # not every container has the former
+        with suppress(OSError), open(path, "rb") as file:
+            head = read_head(file.read(HEAD_BYTES))
+            if head is not None and head.machine:
+                return head.machine
+    return None

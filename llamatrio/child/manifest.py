@@ -201,6 +201,8 @@ def observe(manifest: Manifest, pid: int) -> Manifest:
     seen = _read_process(pid)
     if seen is None:
         return attrs.evolve(manifest, process=manifest.process or ProcessRecord(pid))
+    if seen.command is not None:
+        seen = attrs.evolve(seen, command=without_secrets(seen.command))
     chain = manifest.executables
     if seen.executable is not None and seen.executable not in chain[-1:]:
         chain = (*chain, seen.executable)
@@ -268,12 +270,14 @@ else:
 
 
 def without_secrets(command: Iterable[str], secrets: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return a command line without secrets: known ones, and what an option's name says is one."""
+    """Return a command line without secrets: known ones, and what the name of an option, or of a
+    variable that is set there, says is one."""
     words: list[str] = []
     known, hide = Secrets(secrets), False
     for word in command:
         option, equals, _ = word.partition("=")
-        named = option.startswith("-") and _SECRET.search(option) is not None
+        settable = option.startswith("-") or (bool(equals) and option.isidentifier())
+        named = settable and _SECRET.search(option) is not None
         if hide and not word.startswith("-"):
             words.append("[redacted]")
         elif named and equals:

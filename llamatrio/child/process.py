@@ -26,6 +26,7 @@ if sys.platform == "win32":
 else:
     from llamatrio.child.posix import ChildProcess, Descendants, spawn
 
+_LOOK: Final = 1.0  # seconds that may be spent on looking for processes that were left
 _SHELLS_SIGNALS: Final = range(129, 193)  # what a shell makes of a signal that ended its command
 
 StreamName: TypeAlias = Literal["stdout", "stderr"]
@@ -105,7 +106,9 @@ async def run_child(
     try:
         await child.run()
     finally:
-        listener.on_exit(child.describe_exit(), child.fault)
+        end = child.describe_exit()
+        del child.guard  # it leads back to the child, which would hold the process and the key
+        listener.on_exit(end, child.fault)
 
 
 class _Child:
@@ -246,9 +249,14 @@ class _Child:
             self.fault = Unkillable(f"process {self.process.pid} survived SIGKILL")
 
     async def look_for_survivors(self, descendants: Descendants) -> None:
-        with suppress(RuntimeError):  # no thread can be started
-            look = self.process.survivors
-            self.survivors = await trio.to_thread.run_sync(look, descendants)
+        # Others may hold all threads, and the end has to be told. A limiter of our own.
+        with suppress(RuntimeError), trio.move_on_after(_LOOK):  # no thread can be started
+            self.survivors = await trio.to_thread.run_sync(
+                self.process.survivors,
+                descendants,
+                abandon_on_cancel=True,
+                limiter=trio.CapacityLimiter(1),
+            )
         if self.survivors:
             who = ", ".join(map(str, self.survivors))
             self.logs.put(f"W the child has left processes behind, out of reach: {who}")

@@ -214,7 +214,7 @@ def suggest(command: Sequence[str], culprit: Sequence[str] = ()) -> str:
         if ours != theirs:
             break
         same += 1
-    if 0 < same < len(culprit):  # what both end with are the options
+    if 0 < same < min(len(culprit), len(command)):  # what both end with are the options
         return shlex.join(culprit[: len(culprit) - same])
     if 0 < same < len(command):  # the wrapper was told what to run
         return shlex.join(takewhile(lambda word: not word.startswith("--"), culprit))

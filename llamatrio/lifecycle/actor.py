@@ -550,7 +550,9 @@ class LifecycleActor(Hooks):
     def _must_wait(self) -> bool:
         """Say whether a start has to wait for what is on its way: a stop, or the end of a model
         that is known to be dead or at fault."""
-        doomed = self._generation is not None and self._generation.fault is not None
+        doomed = self._generation is not None and (
+            self._generation.fault is not None or self._generation.end is not None
+        )
         loaded = self.phase in (Phase.STARTED, Phase.RESIDENT)
         return bool(self._held_end or self._drains or (doomed and loaded))
 

@@ -188,6 +188,8 @@ def _load_step(line: str) -> Entry:
 
 
 def _load_state(state: Mapping[str, object]) -> State:
+    if _integer(state["limit"]) < 1 or _integer(state["offset"]) < 0:
+        raise ValueError("no limit, or no offset, of a state channel")
     return State(
         offset=_integer(state["offset"]),
         data=b"\n".join(unescape(_text(line)) for line in _list(state["lines"])),

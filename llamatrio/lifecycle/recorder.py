@@ -79,7 +79,11 @@ class Recorder:
         # The token keeps providers of one process, and processes with one number, apart.
         token = secrets.token_hex(4)
         name = f"{now:%Y%m%dT%H%M%SZ}-{os.getpid()}-{generation}-{token}{_SUFFIX}"
-        self._draft = Draft(name, _describe(end, generation, backend, counters, now))
+        try:
+            self._draft = Draft(name, _describe(end, generation, backend, counters, now))
+        except Exception:  # of a backend of yours; the end has to be told all the same
+            _logger.exception("no black box in %s", self.directory)
+            return None
         return self._with_journal(self._draft)
 
     def decide(self) -> Draft | None:

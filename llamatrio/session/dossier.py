@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -43,7 +42,6 @@ class Dossier:
     """Keeps the manifest and the recording of the present or last child, and all evidence.
 
     Args:
-      logger: Where to warn.
       digests: Who computes hashes.
       strict: Whether to refuse files that everybody may change, and not only warn of them.
 
@@ -53,8 +51,7 @@ class Dossier:
       evidence: What was wrong with all of them.
     """
 
-    def __init__(self, logger: logging.Logger, digests: Digests, *, strict: bool = False) -> None:
-        self._logger = logger
+    def __init__(self, digests: Digests, *, strict: bool = False) -> None:
         self._digests = digests
         self._strict = strict
         self._warned: tuple[str, ...] = ()
@@ -108,14 +105,9 @@ class Dossier:
         def take() -> Manifest:
             program = launch.command[0]
             files = [*_launcher(launch), *components(kind, config, program)]
-            manifest = take_manifest(
-                _WORDS[type(kind)], launch, files, address=address, hashes=hashes
-            )
-            self._warn(manifest.warnings)
-            return manifest
+            return take_manifest(_WORDS[type(kind)], launch, files, address=address, hashes=hashes)
 
-        # In a thread, for the files, and for the handlers of the logger.
-        self.manifest = await trio.to_thread.run_sync(take)
+        self.manifest = await trio.to_thread.run_sync(take)  # for the files
         self.recording = Recording(self.evidence, launch.secrets, launch.bounds.state_line)
 
     def on_spawn(self, pid: int) -> None:
@@ -158,11 +150,11 @@ class Dossier:
         if self.manifest is not None:
             self.manifest = observe(self.manifest, pid)
 
-    def _warn(self, warnings: tuple[str, ...]) -> None:
-        if warnings != self._warned:
-            self._warned = warnings
-            for warning in warnings:
-                self._logger.warning("%s", warning)
+    def new_warnings(self) -> tuple[str, ...]:
+        """Return the warnings of the manifest, if they are not those of the child before."""
+        warnings = self.manifest.warnings if self.manifest else ()
+        told, self._warned = self._warned, warnings
+        return () if warnings == told else warnings
 
 
 _WORDS: Final[dict[type[Kind], Literal["hosted", "stock", "own"]]] = {

@@ -8,6 +8,8 @@ answers, and as much of the prompts as fits beside that.
 from __future__ import annotations
 
 import ctypes
+import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_int8, c_int32
@@ -18,6 +20,7 @@ import attrs
 from llamatrio.config import ModelConfig
 from llamatrio.errors import (
     BadAnswer,
+    ChildError,
     ContextExceeded,
     LoadFailed,
     ModelFileError,
@@ -35,6 +38,8 @@ from llamatrio.session.libllama import (
     LogitBias,
     Parameters,
     ProgressCallback,
+    TokenData,
+    TokenDataArray,
     write,
 )
 from llamatrio.session.sampling import Sampling
@@ -76,7 +81,7 @@ class Broken:
       error: Why.
     """
 
-    error: BadAnswer
+    error: ChildError
 
 
 @attrs.frozen
@@ -104,7 +109,7 @@ class _Slot:
         self.next: int | None = None  # the token that was sampled last
         self.left = 0
         self.sampler: Handle | None = None
-        self.ignore_end = False
+        self.grammar: Handle | None = None
         self.began = 0.0
         self.taken = 0  # tokens of it in the batch
         self.output = -1  # its place in the batch that is sampled
@@ -145,6 +150,8 @@ class Engine:
         self._batch = _BatchBuffer(config.batch)
         self._slots = [_Slot(number) for number in range(config.slots)]
         self._jobs = 0
+        self._ends: tuple[int, ...] = ()  # the tokens that end an answer
+        self._candidates = _Candidates(0)
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -167,7 +174,7 @@ class Engine:
         callback = ProgressCallback(progress)  # must live as long as the load
         parameters = self._model_parameters(ctypes.cast(callback, ctypes.c_void_p).value)
         assert self._config.model is not None
-        self._model = self._call.model_load_from_file(self._config.model.encode(), parameters)
+        self._model = self._call.model_load_from_file(os.fsencode(self._config.model), parameters)
         if self._model is None:
             if self.abort.is_set:
                 return False
@@ -182,6 +189,10 @@ class Engine:
             self._call.set_n_threads(self._context, threads, threads)
         self._memory = self._call.get_memory(self._context)
         self.context = self._call.n_ctx_seq(self._context)
+        count = self.vocabulary
+        ends = self._call.vocab_is_eog
+        self._ends = tuple(token for token in range(count) if ends(self._vocab, token))
+        self._candidates = _Candidates(count)
         return not self.abort.is_set
 
     def free(self) -> None:
@@ -197,12 +208,19 @@ class Engine:
             self._model = self._vocab = None
 
     def _check_model(self) -> None:
-        if self._call.model_has_encoder(self._model) or not self._call.model_has_decoder(
-            self._model
+        call, model = self._call, self._model
+        architecture = self._meta("general.architecture")
+        if (
+            call.model_has_encoder(model)
+            or not call.model_has_decoder(model)
+            or self._meta(f"{architecture}.attention.causal") == "false"
         ):
-            raise LoadFailed(
-                f"{self._config.model!r} is no model that generates from a prompt alone"
-            )
+            raise LoadFailed(f"{self._config.model!r} does not generate a text from its beginning")
+
+    def _meta(self, key: str) -> str:
+        buffer = ctypes.create_string_buffer(_PIECE)
+        found = self._call.model_meta_val_str(self._model, key.encode(), buffer, _PIECE)
+        return buffer.value.decode("utf-8", "replace") if found >= 0 else ""
 
     def _model_parameters(self, callback: int | None) -> Parameters:
         block: Parameters = self._call.model_default_params()
@@ -257,12 +275,12 @@ class Engine:
         """Return the text of tokens, special ones included."""
         return b"".join(self.piece(token) for token in tokens).decode("utf-8", "replace")
 
-    def piece(self, token: int) -> bytes:
-        """Return the bytes of one token."""
+    def piece(self, token: int, *, special: bool = True) -> bytes:
+        """Return the bytes of one token; none for a special one if these are not wanted."""
         size = _PIECE
         while True:
             buffer = ctypes.create_string_buffer(size)
-            count = self._call.token_to_piece(self._vocab, token, buffer, size, 0, True)
+            count = self._call.token_to_piece(self._vocab, token, buffer, size, 0, special)
             if count >= 0:
                 return buffer.raw[:count]
             size = -count
@@ -328,7 +346,8 @@ class Engine:
           RequestRefused: if the prompt or the grammar is no good; nothing was changed.
         """
         self._check_prompt(prompt)
-        sampler = self._make_sampler(sampling)
+        grammar = self._make_grammar(sampling.grammar)
+        sampler = self._make_sampler(sampling, prompt)
         free = [slot for slot in self._slots if slot.job is None]
         slot = max(free, key=lambda one: one.shared(prompt))
         keep = min(slot.shared(prompt), len(prompt) - 1) if sampling.cache_prompt else 0
@@ -337,10 +356,8 @@ class Engine:
         self._jobs += 1
         slot.job, slot.prompt, slot.cached = self._jobs, list(prompt), keep
         slot.next, slot.left, slot.sampler = None, sampling.max_tokens, sampler
-        slot.ignore_end = sampling.ignore_eos
+        slot.grammar = grammar
         slot.began = time.monotonic()
-        for token in prompt[-sampling.repeat_last_n :] if sampling.penalized else ():
-            self._call.sampler_accept(sampler, token)
         return self._jobs
 
     def end(self, job: int) -> None:
@@ -406,14 +423,38 @@ class Engine:
             events.append(StepEvent(job, self._sample(slot)))
         return events
 
-    def _sample(self, slot: _Slot) -> Generated:
-        token = self._call.sampler_sample(slot.sampler, self._context, slot.output)
+    def _draw(self, slot: _Slot) -> int | None:
+        """Draw a token; None if none may be.
+
+        The library aborts the process if a grammar is told of a token that it does not allow.
+        """
+        call, index = self._call, slot.output
+        if slot.grammar is None:
+            token: int = call.sampler_sample(slot.sampler, self._context, index)
+            return token
+        drawn = self._candidates.fill(call.get_logits_ith(self._context, index))
+        call.sampler_apply(slot.grammar, drawn)
+        call.sampler_apply(slot.sampler, drawn)
+        if not 0 <= drawn.selected < drawn.size:
+            return None
+        chosen = drawn.data[drawn.selected]
+        if not chosen.logit > -math.inf:  # nor is NaN
+            return None
+        call.sampler_accept(slot.grammar, chosen.id)
+        call.sampler_accept(slot.sampler, chosen.id)
+        return int(chosen.id)
+
+    def _sample(self, slot: _Slot) -> Generated | Broken:
+        token = self._draw(slot)
+        if token is None:
+            self._forget(slot)
+            return Broken(BadAnswer("no token may follow: grammar and logit_bias leave none"))
         slot.left -= 1
-        if self._call.vocab_is_eog(self._vocab, token) and not slot.ignore_end:
+        if token in self._ends:
             self._forget(slot)
             return Generated(b"", "stop")
         slot.next = token
-        data = self.piece(token)
+        data = self.piece(token, special=False)
         # The token itself will need a place, too.
         full = len(slot.cache) + 1 >= self.context
         if slot.left <= 0 or full:
@@ -441,12 +482,16 @@ class Engine:
         tokens = [*slot.cache, *([] if slot.next is None else [slot.next])]
         if not self._cut(slot, len(slot.cache)) and slot.next is not None:
             slot.prompt, slot.next = tokens, None  # all of it is read once more
+            slot.cached = 0
 
     def _forget(self, slot: _Slot) -> None:
         slot.job = slot.next = None
         if slot.sampler is not None:
             self._call.sampler_free(slot.sampler)
             slot.sampler = None
+        if slot.grammar is not None:
+            self._call.sampler_free(slot.grammar)
+            slot.grammar = None
 
     # -- what the library would abort the process for, or draw wrongly --------------------------
 
@@ -459,31 +504,37 @@ class Engine:
             details = {"n_prompt_tokens": len(prompt), "n_ctx": self.context}
             raise ContextExceeded(400, "exceed_context_size_error", message, details)
 
-    def _make_sampler(self, sampling: Sampling) -> Handle:
+    def _make_grammar(self, text: str) -> Handle | None:
+        if not text:
+            return None
+        grammar: Handle | None = self._call.sampler_init_grammar(
+            self._vocab, text.encode(), b"root"
+        )
+        if grammar is None:
+            raise _invalid("the grammar does not parse")
+        return grammar
+
+    def _make_sampler(self, sampling: Sampling, prompt: Sequence[int]) -> Handle:
         call, add = self._call, self._call.sampler_chain_add
         chain: Handle = call.sampler_chain_init(True)  # no_perf
-        if sampling.grammar:
-            grammar = call.sampler_init_grammar(self._vocab, sampling.grammar.encode(), b"root")
-            if grammar is None:
-                call.sampler_free(chain)
-                raise _invalid("the grammar does not parse")
-            add(chain, grammar)
         count = self.vocabulary
-        if sampling.logit_bias:
-            pairs = [LogitBias(token, bias) for token, bias in sampling.logit_bias]
+        never = [(token, -math.inf) for token in self._ends if sampling.ignore_eos]
+        if biases := [*sampling.logit_bias, *never]:
+            pairs = [LogitBias(token, bias) for token, bias in biases]
             array = (LogitBias * len(pairs))(*pairs)
             add(chain, call.sampler_init_logit_bias(count, len(pairs), array))
         if sampling.penalized:
-            add(
-                chain,
-                call.sampler_init_penalties(
-                    count,
-                    sampling.repeat_last_n,
-                    sampling.repeat_penalty,
-                    sampling.frequency_penalty,
-                    sampling.presence_penalty,
-                ),
+            last = min(sampling.repeat_last_n, self.context)  # it allocates as much
+            penalties = call.sampler_init_penalties(
+                count,
+                last,
+                sampling.repeat_penalty,
+                sampling.frequency_penalty,
+                sampling.presence_penalty,
             )
+            for token in prompt[-last:]:
+                call.sampler_accept(penalties, token)
+            add(chain, penalties)
         if sampling.temperature <= 0:
             add(chain, call.sampler_init_greedy())
             return chain
@@ -541,3 +592,22 @@ class _BatchBuffer:
         self._outputs[place] = output
         self.native.n_tokens = place + 1
         return place
+
+
+class _Candidates:
+    """A `llama_token_data_array` of the whole vocabulary, made once."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._fresh = (TokenData * count)(*(TokenData(token) for token in range(count)))
+        self._data = (TokenData * count)()
+        self.native = TokenDataArray()
+
+    def fill(self, logits: int) -> TokenDataArray:
+        """Take the logits at an address."""
+        ctypes.memmove(self._data, self._fresh, ctypes.sizeof(self._fresh))
+        theirs = (ctypes.c_float * self._count).from_address(logits)
+        memoryview(self._data).cast("B").cast("f")[1::3] = memoryview(theirs).cast("B").cast("f")
+        self.native.data = ctypes.cast(self._data, ctypes.POINTER(TokenData))
+        self.native.size, self.native.selected, self.native.sorted = self._count, -1, False
+        return self.native

@@ -58,6 +58,23 @@ class LogitBias(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [("token", c_int32), ("bias", c_float)]
 
 
+class TokenData(ctypes.Structure):
+    """`llama_token_data`."""
+
+    _fields_: ClassVar[Sequence[Any]] = [("id", c_int32), ("logit", c_float), ("p", c_float)]
+
+
+class TokenDataArray(ctypes.Structure):
+    """`llama_token_data_array`."""
+
+    _fields_: ClassVar[Sequence[Any]] = [
+        ("data", POINTER(TokenData)),
+        ("size", c_size_t),
+        ("selected", ctypes.c_int64),
+        ("sorted", c_bool),
+    ]
+
+
 ProgressCallback: Final = ctypes.CFUNCTYPE(c_bool, c_float, c_void_p)
 LogCallback: Final = ctypes.CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)
 
@@ -95,6 +112,9 @@ _SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
     ),
     "llama_sampler_chain_init": (c_void_p, (c_bool,)),
     "llama_sampler_chain_add": (None, (c_void_p, c_void_p)),
+    "llama_sampler_apply": (None, (c_void_p, POINTER(TokenDataArray))),
+    "llama_get_logits_ith": (c_void_p, (c_void_p, c_int32)),
+    "llama_model_meta_val_str": (c_int32, (c_void_p, c_char_p, c_char_p, c_size_t)),
     "llama_sampler_sample": (c_int32, (c_void_p, c_void_p, c_int32)),
     "llama_sampler_free": (None, (c_void_p,)),
     "llama_sampler_accept": (None, (c_void_p, c_int32)),
@@ -196,6 +216,7 @@ class Library:
       version: What it calls itself; it rarely knows its build.
       context: The layout of its `llama_context_params`.
       call: Its functions, by their names without `llama_`.
+      handle: The same for every name of one library.
 
     Raises:
       SpecificationError: if it cannot be loaded, lacks a function, or is another one than expected.
@@ -207,6 +228,7 @@ class Library:
             self._library = ctypes.CDLL(path)
         except OSError as exc:
             raise SpecificationError(f"cannot load {path!r} as a libllama: {exc}") from exc
+        self.handle = self._library._handle  # noqa: SLF001 - ctypes has no other name for it
         self.call = _Functions(self._library, path)
         self.version = (self.call.version() or b"").decode()
         if not fits(self.call.model_default_params(), MODEL):
@@ -309,15 +331,16 @@ class _Log:
 
 
 _LONGEST: Final = 2**16
-_logs: Final[dict[str, _Log]] = {}
+_logs: Final[dict[int, _Log]] = {}  # one library may have several names
 
 
 @contextmanager
 def listening(library: Library, listener: HandOver[str]) -> Iterator[None]:
     """Hand the lines of a library's log over, each with llama.cpp's letter in its second column."""
-    log = _logs.get(library.path) or _logs.setdefault(library.path, _Log(library))
-    log.listeners.append(listener)
+    log = _logs.get(library.handle) or _logs.setdefault(library.handle, _Log(library))
+    # Another list each time: the model's side may be going through the old one.
+    log.listeners = [*log.listeners, listener]
     try:
         yield
     finally:
-        log.listeners.remove(listener)
+        log.listeners = [one for one in log.listeners if one is not listener]

@@ -22,10 +22,12 @@ from llamatrio.child.exits import Exit
 from llamatrio.child.logs import Followers, LogChannel, LogWatch
 from llamatrio.config import ModelConfig
 from llamatrio.errors import (
+    ChildError,
     LlamatrioError,
     ModelFileError,
     RequestRefused,
     SpecificationError,
+    StreamBroken,
 )
 from llamatrio.outcomes import Finished, Reason, Usage
 from llamatrio.requests import Admitted, Delta, PromptProgress, Request
@@ -48,6 +50,7 @@ from llamatrio.session.sampling import (
     parse_chat,
     parse_completion,
     refuse,
+    unbroken,
 )
 from llamatrio.session.server import check_gguf
 from llamatrio.session.text import TextAssembler
@@ -133,6 +136,8 @@ class NativeBackend(Backend):
             raise SpecificationError("a model in this process has no environment of its own")
         if config.devices not in (None, ("none",)):
             raise SpecificationError("a model in this process cannot choose devices")
+        if config.seed is not None and config.seed >= 2**32 - 1:
+            raise SpecificationError(f"seed must be less than {2**32 - 1}, not {config.seed}")
         if config.batch < max(2, config.slots):
             least = max(2, config.slots)
             raise SpecificationError(f"batch must be at least {least} here, not {config.batch}")
@@ -172,6 +177,8 @@ class NativeBackend(Backend):
                 failure = ModelFileError(exc.path, f"{exc.reason}: {why}" if why else exc.reason)
             except LlamatrioError as exc:
                 failure = exc  # both are raised below, bare
+                if isinstance(exc, ChildError) and not exc.stderr_tail:
+                    exc.stderr_tail = str(logs.tail)
             finally:
                 self._logs = None
                 self._dropped += logs.dropped
@@ -202,9 +209,11 @@ class NativeBackend(Backend):
                 if loaded:
                     await self._serve(engine, dispatcher, config, publish)
         finally:
-            with trio.CancelScope(shield=True):
-                await dispatcher.call(engine.free)
-            dispatcher.close()
+            try:
+                with trio.CancelScope(shield=True):
+                    await dispatcher.call(engine.free)
+            finally:
+                dispatcher.close()
         if faults:
             raise faults[0]
 
@@ -237,6 +246,7 @@ class NativeSession(ModelSession):
         self._jobs: dict[int, _Job] = {}
         self._done: list[int] = []  # jobs whose slots are to be freed
         self._wake = trio.Event()
+        self._closed = False
 
     @property
     def info(self) -> Mapping[str, object]:
@@ -249,6 +259,16 @@ class NativeSession(ModelSession):
 
         Cancellation: is how it ends, after the present step, which is cut short.
         """
+        try:
+            await self._compute()
+        finally:
+            with trio.CancelScope(shield=True):
+                async with self._lock:  # whoever has it, or waits for it, comes first
+                    self._closed = True
+            for job in self._jobs.values():
+                job.take(Broken(StreamBroken("the model is gone")))
+
+    async def _compute(self) -> None:
         while True:
             if not self._jobs:
                 self._wake = trio.Event()
@@ -274,6 +294,8 @@ class NativeSession(ModelSession):
             return function()
 
         async with self._lock:
+            if self._closed:  # it is freed, or about to be
+                raise StreamBroken("the model was gone before the request reached it")
             self._engine.abort.clear()
             return await self._dispatcher.call(call, interrupt)
 
@@ -308,9 +330,9 @@ class NativeSession(ModelSession):
 
         def begin() -> None:
             prompt = tokens()
-            number = self._engine.begin(prompt, sampling)
+            job.number = self._engine.begin(prompt, sampling)
             job.prompt = len(prompt)
-            self._jobs[number] = job
+            self._jobs[job.number] = job
 
         try:
             await self._call(begin)
@@ -318,8 +340,8 @@ class NativeSession(ModelSession):
             self._wake.set()
             await job.over.wait()
         finally:
-            for number in [number for number, one in self._jobs.items() if one is job]:
-                self._finish(number)
+            if job.number in self._jobs:
+                self._finish(job.number)
                 if not self._jobs:
                     self._engine.abort.set()
         return job.result()
@@ -337,6 +359,7 @@ class _Job:
         self._tokens = 0
         self._reason: Reason = "stop"
         self._error: LlamatrioError | None = None
+        self.number = 0
         self.prompt = 0
         self.over = trio.Event()
 
@@ -408,6 +431,7 @@ def _chat_tokens(engine: Engine, chat: Chat, template: str | None) -> list[int]:
 def _tokenize(engine: Engine, body: Mapping[str, object]) -> object:
     match body:
         case {"content": str(text)} if not set(body) - {"content", "add_special", "parse_special"}:
+            unbroken("content", text)
             special, parse = body.get("add_special", False), body.get("parse_special", True)
             return {"tokens": engine.tokenize(text, special=bool(special), parse=bool(parse))}
         case _:

@@ -1,13 +1,15 @@
 """PURE. What a request asks of a model in this process: each field is honoured or refused by name.
 
 The fields and their defaults are those of llama-server (b11434, tools/server/server-schema.cpp and
-common/common.h), as far as the public functions of llama.h can do what they say.
+common/common.h), as far as the public functions of llama.h can do what they say. What a model's
+file recommends for its sampling is left alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Final, TypeAlias
 
 import attrs
@@ -102,17 +104,20 @@ def refuse(message: str) -> RequestRefused:
     return RequestRefused(400, "invalid_request_error", message)
 
 
+_DEEPEST: Final = 1000
+_GREATEST: Final = 3.4e38  # of a float of the library
+
+
 def _whole(name: str, value: object, least: int, most: int = 2**31 - 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise refuse(f"{name} is a whole number of at least {least}, not {value!r}")
     return value
 
 
-def _number(name: str, value: object, least: float, most: float = math.inf) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(float(value)) or not least <= value <= most:  # type: ignore[arg-type, operator]
+def _number(name: str, value: object, least: float, most: float = _GREATEST) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
         raise refuse(f"{name} is a number of at least {least:g}, not {value!r}")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def _flag(name: str, value: object) -> bool:
@@ -124,7 +129,24 @@ def _flag(name: str, value: object) -> bool:
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or "\0" in value:
         raise refuse(f"{name} is a text without NUL, not {value!r}")
+    unbroken(name, value)
     return value
+
+
+def unbroken(name: str, text: str) -> None:
+    """Refuse a text with half of a surrogate pair, which no UTF-8 can tell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise refuse(f"{name} holds half a character: {exc.reason}") from exc
+
+
+def _grammar(name: str, value: object) -> str:
+    text = _text(name, value)
+    depths = accumulate((letter == "(") - (letter == ")") for letter in text)
+    if max(depths, default=0) > _DEEPEST:  # the library's parser calls itself for each
+        raise refuse(f"{name} is nested more than {_DEEPEST} deep")
+    return text
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
@@ -152,7 +174,7 @@ def _bias(name: str, token: object, bias: object) -> tuple[int, float]:
     number = int(token) if isinstance(token, str) and token.isdigit() else token
     _whole(f"a token of {name}", number, 0)
     assert isinstance(number, int)
-    return number, -math.inf if bias is False else _number(f"a bias of {name}", bias, -math.inf)
+    return number, -math.inf if bias is False else _number(f"a bias of {name}", bias, -_GREATEST)
 
 
 _FIELDS: Final[Mapping[str, tuple[str, Callable[[str, object], object]]]] = {
@@ -171,7 +193,7 @@ _FIELDS: Final[Mapping[str, tuple[str, Callable[[str, object], object]]]] = {
     "seed": ("seed", _seed),
     "logit_bias": ("logit_bias", _biases),
     "ignore_eos": ("ignore_eos", _flag),
-    "grammar": ("grammar", _text),
+    "grammar": ("grammar", _grammar),
     "stop": ("stop", _texts),
     "cache_prompt": ("cache_prompt", _flag),
 }
@@ -210,6 +232,8 @@ def parse_completion(body: Mapping[str, object], seed: int | None) -> Completion
     for part in parts:
         if isinstance(part, bool) or not isinstance(part, str | int):
             raise refuse(f"prompt is a text or a list of tokens; {part!r} is neither")
+        if isinstance(part, str):
+            unbroken("prompt", part)
     return Completion(tuple(parts), _sampling(body, seed, ("prompt",)))
 
 
@@ -245,9 +269,7 @@ def _message(message: object) -> tuple[str, str]:
     if others := set(message) - {"role", "content"}:
         raise refuse(f"a model in this process does not know {min(others)!r} of a message")
     role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or "\0" in role:
-        raise refuse(f"the role of a message is a text, not {role!r}")
-    return role, _content(content)
+    return _text("the role of a message", role), _content(content)
 
 
 def _content(content: object) -> str:

@@ -138,7 +138,7 @@ class ServerBackend(Backend):
         self._isolation: Isolation | None = None
         self._tally = Tally()
         self._digests = Digests()
-        self._dossier = Dossier(self._logger, self._digests, strict=strict_files)
+        self._dossier = Dossier(self._digests, strict=strict_files)
         self._dropped = 0  # by children that have ended
         self._logs: LogChannel | None = None
         self._pid: int | None = None
@@ -347,6 +347,8 @@ class ServerBackend(Backend):
             handlers = trio.CancelScope(shield=True)
             nursery.start_soon(self._forward, handlers, logs)
             listener.logs = logs
+            for warning in self._dossier.new_warnings():
+                logs.remark(f"W {warning}")
             try:
                 with listener.alive:
                     await run_child(

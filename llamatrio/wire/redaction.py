@@ -97,26 +97,41 @@ class Secrets:
         """
         found = self.spans(text)
         if end:
-            found += _first(
-                (len(text) - length, len(text))
-                for form in self._forms
-                for length in _pieces(form, text)
-                if text.endswith(form[:length])
-            )
+            found += _first(_pieces_at_end(self._forms, text))
         if start:
-            found += _first(
-                (0, length)
-                for form in self._forms
-                for length in _pieces(form, text)
-                if text.startswith(form[-length:])
-            )
+            found += _first(_pieces_at_start(self._forms, text))
         return join_spans(found)
 
 
-def _pieces(form: str, text: str) -> range:
-    """Return the lengths of pieces of a secret that give it away, from the longest on."""
-    least = min(_GIVEAWAY, max(1, len(form) // 4))
-    return range(min(len(form) - 1, len(text)), least, -1)
+def _telling(form: str) -> int:
+    """Return how many characters of a secret give it away."""
+    return min(_GIVEAWAY, max(1, len(form) // 4)) + 1
+
+
+# Both look for the few characters that a piece ends or begins with, and not for all pieces: a
+# secret of some thousand characters, such as a certificate, would take too long.
+
+
+def _pieces_at_end(forms: Iterable[str], text: str) -> Iterator[Span]:
+    """Find the longest beginning of each secret with which a text ends."""
+    for form in forms:
+        head = form[: _telling(form)]
+        place = text.find(head, max(0, len(text) - len(form) + 1))
+        while place >= 0 and not form.startswith(text[place:]):
+            place = text.find(head, place + 1)
+        if place >= 0:
+            yield place, len(text)
+
+
+def _pieces_at_start(forms: Iterable[str], text: str) -> Iterator[Span]:
+    """Find the longest end of each secret with which a text begins."""
+    for form in forms:
+        tail = form[-_telling(form) :]
+        place = text.rfind(tail, 0, min(len(text), len(form) - 1))
+        while place >= 0 and not form.endswith(text[: place + len(tail)]):
+            place = text.rfind(tail, 0, place + len(tail) - 1)
+        if place >= 0:
+            yield 0, place + len(tail)
 
 
 def _first(spans: Iterator[Span]) -> list[Span]:

@@ -1,7 +1,7 @@
 /* A libllama of build 11549's shape, whose model may be touched by the thread alone that loaded it.
 
-   Whoever else calls one of its functions on a model, a context or a sampler aborts the process, as
-   an accelerator may that keeps its state with a thread. The model has three tokens: it says "ab"
+   Whoever else loads, computes, draws or frees with it aborts the process, as an accelerator may that
+   keeps its state with a thread. The model has three tokens: it says "ab"
    for ever. A model whose file begins with "no" cannot be loaded. */
 
 #include <pthread.h>
@@ -138,6 +138,28 @@ int32_t llama_chat_apply_template(const char *t, void *chat, size_t n, bool answ
     out[0] = '>';
     return 1;
 }
+
+float *llama_get_logits_ith(void *c, int32_t i) {
+    static float logits[3];
+    (void) c, (void) i, check("logits");
+    logits[last == 0] = 9;
+    logits[last != 0] = 0;
+    return logits;
+}
+
+int32_t llama_model_meta_val_str(void *m, const char *key, char *out, size_t room) {
+    (void) m, (void) key, (void) out, (void) room;
+    return -1;
+}
+
+struct candidates {
+    void *data;
+    size_t size;
+    int64_t selected;
+    bool sorted;
+};
+
+void llama_sampler_apply(void *s, struct candidates *c) { (void) s, check("apply"), c->selected = last == 0; }
 
 static void *sampler(void) { return check("sampler"), malloc(1); }
 void *llama_sampler_chain_init(bool no_perf) { return (void) no_perf, sampler(); }
