@@ -503,6 +503,25 @@ def test_the_key_is_in_the_environment_and_nowhere_else(kind: Kind) -> None:
         assert "hunter2" not in text
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("OPENAI_API_KEY", "hunter2", True),
+        ("AWS_SECRET_ACCESS_KEY", "hunter2", True),
+        ("db_password", "hunter2", True),
+        ("TOKENIZERS_PARALLELISM", "false", False),
+        ("MAX_TOKENS", "4096", False),
+        ("MONKEY", "banana", False),
+        ("A_KEY", "1", False),  # it would be taken out of everything
+    ],
+)
+def test_a_variable_is_a_secret_if_a_word_of_its_name_says_so(
+    name: str, value: str, secret: bool
+) -> None:
+    launch = make(Stock(), configure(env={name: value}))
+    assert (value in launch.secrets) is secret
+
+
 def test_plans_share_nothing() -> None:
     environ = {"PATH": "/bin"}
     one, two = (make(Stock(), configure(), environ=environ) for _ in range(2))

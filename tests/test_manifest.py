@@ -431,6 +431,12 @@ async def test_a_model_that_everybody_may_write_to_is_a_warning_once(
     ]
 
 
+def test_a_variable_that_a_launcher_sets_is_no_less_a_secret() -> None:
+    words = ("env", "HF_TOKEN=hunter2", "THREADS=4", "llama-server", "--model", "m=key.gguf")
+    shown = ("env", "HF_TOKEN=[redacted]", "THREADS=4", "llama-server", "--model", "m=key.gguf")
+    assert without_secrets(words) == shown
+
+
 async def test_a_pinned_model_that_everybody_may_write_to_is_refused(exposed: Path) -> None:
     config = ModelConfig(exposed, sha256=sha256(exposed))
     with trio.fail_after(30):

@@ -26,6 +26,7 @@ from killing import kill, reach_child
 from moments import first_text, reach
 
 from llamatrio import (
+    NO_RESTARTS,
     ChildDied,
     ChildError,
     LoadFailed,
@@ -35,11 +36,12 @@ from llamatrio import (
     Own,
     Phase,
     Policy,
+    ServerBackend,
     completion_request,
     open_provider,
 )
 from llamatrio.__main__ import main
-from llamatrio.child.evidence import EvidenceRing, Recording, judge
+from llamatrio.child.evidence import Evidence, EvidenceRing, Recording, judge
 from llamatrio.child.launch import Kind
 from llamatrio.lifecycle.blackbox import MAX_SIZE, Box, build, find_differences, load
 from llamatrio.lifecycle.journal import MAX_STEPS, Entry, Journal, walk
@@ -637,6 +639,30 @@ async def test_a_box_that_cannot_be_written_is_a_warning_and_changes_nothing(
         assert "File exists" in caplog.text
         assert case.provider.black_box is None
         await case.provider.start()  # it goes on
+
+
+class Secretive(ServerBackend):
+    """Cannot say what was wrong."""
+
+    @property
+    def evidence(self) -> tuple[Evidence, ...]:
+        raise LookupError("no evidence")
+
+
+async def test_a_backend_that_cannot_be_described_ends_all_the_same(
+    parrot: Parrot, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = Secretive(scripted("S loading", "H ok", "S ready", "R", "X 3"))
+    config = ModelConfig(parrot.path)
+    with trio.fail_after(30), caplog.at_level(logging.ERROR, "llamatrio.lifecycle"):
+        async with open_provider(
+            config, backend=backend, black_box=tmp_path, policy=NO_RESTARTS
+        ) as provider:
+            await provider.start()
+            kill(provider)
+            await reach(provider, Phase.UNLOADED)
+    assert "no black box in" in caplog.text
+    assert provider.black_box is None
 
 
 async def test_a_box_that_can_be_written_in_part_only_leaves_no_part(

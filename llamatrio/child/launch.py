@@ -198,8 +198,8 @@ def _secrets(config: ModelConfig) -> list[str]:
     ]
 
 
-# A word of its own, so that neither TOKENIZERS_PARALLELISM nor MONKEY makes a secret of "false".
-_SECRET_NAME: Final = re.compile(r"(?i)(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(_|$)")
+# A word of its own: neither TOKENIZERS_PARALLELISM=false nor MAX_TOKENS=4096 is a secret.
+_SECRET_NAME: Final = re.compile(r"(?i)(^|_)(API_?KEYS?|KEYS?|TOKEN|SECRETS?|PASSWORD|PASSWD)(_|$)")
 _SHORTEST_SECRET: Final = 4  # characters; "1" would be taken out of everything
 
 
