@@ -13,6 +13,7 @@ from llamatrio.affinity import KNOWN, AffinityReport, Trial, check_affinity
 from llamatrio.session.dispatch import HostThread
 
 
+@pytest.mark.slow
 async def test_the_library_of_the_wheel_may_be_called_on_any_thread_on_a_CPU() -> None:
     report = await check_affinity(device="cpu")
     assert [report.answer(trial.threads) for trial in report.trials] == ["yes"] * 3
@@ -21,6 +22,7 @@ async def test_the_library_of_the_wheel_may_be_called_on_any_thread_on_a_CPU() -
     assert (cell.main, cell.owner, cell.split) == ("yes", "yes", "yes")
 
 
+@pytest.mark.slow
 async def test_a_library_that_insists_on_its_thread_is_found_out(affine: str) -> None:
     report = await check_affinity(affine)
     main, owner, split = report.trials

@@ -93,6 +93,7 @@ async def failure_of(reply: Reply) -> Exception:
 # -- a real server -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_request_is_answered_as_by_a_model_of_ones_own(kind: Kind, parrot: Parrot) -> None:
     with trio.fail_after(60):
         async with running(kind, ModelConfig(parrot.path)) as server:

@@ -692,6 +692,7 @@ def smollm2() -> Path:
     return next(Path(package.origin).parent.glob("*.gguf"))
 
 
+@pytest.mark.slow
 async def test_a_trained_model_means_the_same_by_a_text_whatever_it_is_computed_with(
     kind: Kind, smollm2: Path
 ) -> None:

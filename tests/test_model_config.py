@@ -752,6 +752,7 @@ async def test_a_projector_that_is_none_is_named_by_both_kinds(kind: Kind, files
 # -- seed, sleep, args -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_the_same_seed_draws_the_same_words_in_another_child(
     kind: Kind, files: Files
 ) -> None:

@@ -250,6 +250,7 @@ async def test_a_line_of_2_MB_is_dropped_whole_with_the_record_forged_at_its_tai
     assert recorder.unexpected == [b"x" * 200]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [[], ["E \\n"]], ids=["without newline", "with newline"])
 @pytest.mark.parametrize("size", [70_000, 200_000, 2**20, 10**8])
 async def test_a_long_line_on_stderr_that_nobody_reads_delays_no_record(

@@ -187,6 +187,7 @@ def test_a_place_that_is_missing_is_refused(place: Path) -> None:
         pytest.fail("it was made")
 
 
+@pytest.mark.slow
 def test_many_processes_can_come_and_go_at_once(place: Path) -> None:
     code = """
 import sys
