@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from itertools import pairwise
 from urllib.parse import quote, quote_plus
 
@@ -14,6 +15,7 @@ from llamatrio.wire.redaction import (
     REDACTED,
     Redactor,
     Secrets,
+    join_spans,
     redact,
     redact_bytes,
     redact_value,
@@ -251,3 +253,34 @@ def test_a_secret_after_one_that_was_announced_is_taken_out_too() -> None:
     redactor = Redactor(("xyz", "zqqq"))  # what ends the first may begin the second
     shown = [redactor.feed("xyz"), redactor.feed(" and xyz."), redactor.close()]
     assert shown == [REDACTED, f" and {REDACTED}.", ""]
+
+
+def pieces(form: str, text: str) -> range:
+    """The lengths of pieces of a secret that give it away, from the longest on."""
+    return range(min(len(form) - 1, len(text)), min(4, max(1, len(form) // 4)), -1)
+
+
+def longest_piece(forms: Iterable[str], text: str, *, at_end: bool) -> list[tuple[int, int]]:
+    spans = [
+        (len(text) - size, len(text)) if at_end else (0, size)
+        for form in forms
+        for size in pieces(form, text)
+        if (text.endswith(form[:size]) if at_end else text.startswith(form[-size:]))
+    ]
+    return sorted(spans, key=lambda span: span[0] - span[1])[:1]
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=24), min_size=1, max_size=3),
+    st.text("ab", max_size=30),
+    st.booleans(),
+)
+@example(["aaaaabbbbbbb"], "aaaaaa", True)
+@example(["bbbbbbbaaaaa"], "aaaaaa", False)
+def test_a_piece_at_a_cut_is_found_as_by_trying_every_one(
+    secrets: list[str], text: str, at_end: bool
+) -> None:
+    known = Secrets(secrets)
+    found = longest_piece(known._forms, text, at_end=at_end)
+    expected = join_spans([*known.spans(text), *found])
+    assert known.cut_spans(text, start=not at_end, end=at_end) == expected
