@@ -28,9 +28,9 @@ from llamatrio.config import ModelConfig
 from llamatrio.errors import LlamatrioError
 from llamatrio.session.dispatch import HostThread, OwnerThread
 from llamatrio.session.engine import Engine, Generated
+from llamatrio.session.identity import check_gguf
 from llamatrio.session.libllama import Library, find_library
 from llamatrio.session.sampling import Sampling
-from llamatrio.session.server import check_gguf
 from llamatrio.testing.parrot import write_parrot
 
 _T = TypeVar("_T")

@@ -12,7 +12,7 @@ from leftovers import take_census
 from llamatrio import Hosted, Stock
 from llamatrio.child.launch import Kind
 from llamatrio.errors import SpawnError
-from llamatrio.session.server import find_program
+from llamatrio.session.programs import find_program
 from llamatrio.testing.parrot import (
     Parrot,
     write_large_parrot,

@@ -22,7 +22,7 @@ import trio
 from llamatrio import Hosted, ModelConfig
 from llamatrio.child import host
 from llamatrio.child.launch import Address, Kind, plan
-from llamatrio.session.server import find_program
+from llamatrio.session.programs import find_program
 
 KEY = "sk-open-sesame-1234"
 

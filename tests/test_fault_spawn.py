@@ -40,7 +40,7 @@ from llamatrio import (
 )
 from llamatrio.child.launch import Kind
 from llamatrio.outcomes import Failed, Finished
-from llamatrio.session.server import find_program
+from llamatrio.session.programs import find_program
 from llamatrio.testing import fakechild
 from llamatrio.testing.parrot import Parrot, write_parrot
 

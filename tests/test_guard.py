@@ -37,7 +37,7 @@ from llamatrio.child.launch import Kind, Launch, plan
 from llamatrio.child.shelltext import find_redirections
 from llamatrio.child.verdict import Member, StrayRecords, judge, suggest
 from llamatrio.child.wrappers import find_merging
-from llamatrio.session.server import find_program
+from llamatrio.session.programs import find_program
 from llamatrio.testing import fakechild
 from llamatrio.testing.parrot import Parrot
 from llamatrio.wire.records import PREFIX, Loading, Ready, Sleeping

@@ -38,7 +38,8 @@ from llamatrio import (
 )
 from llamatrio.child.launch import Kind, Stock
 from llamatrio.outcomes import Cancelled, Failed, Finished, Outcome
-from llamatrio.session.server import ServerBackend, find_program
+from llamatrio.session.programs import find_program
+from llamatrio.session.server import ServerBackend
 from llamatrio.testing import fakechild
 from llamatrio.testing.parrot import Parrot
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import re
 import shutil
@@ -24,7 +25,6 @@ from llamatrio import (
     ContextExceeded,
     Hosted,
     LifecycleActor,
-    LoadFailed,
     LocalProvider,
     ModelConfig,
     ModelFileError,
@@ -401,7 +401,7 @@ async def test_a_broken_file_says_what_the_library_says(tmp_path: Path) -> None:
 async def test_a_model_that_does_not_generate_is_refused(models: Path) -> None:
     model = write_embedding_parrot(models / "native-embedding.gguf")
     async with opened(ModelConfig(model.path, threads=1)) as provider:
-        with pytest.raises(LoadFailed, match="does not generate"):
+        with pytest.raises(ModelFileError, match="does not generate"):
             await provider.start()
 
 
@@ -432,6 +432,40 @@ async def test_a_request_that_comes_when_the_model_goes_is_told_so(parrot: Parro
             await session.perform(FIVE, lambda _: None)
         await dispatcher.call(engine.free)
         dispatcher.close()
+
+
+async def test_another_model_than_the_pinned_one_is_refused(parrot: Parrot) -> None:
+    async with opened(config_of(parrot, sha256="0" * 64)) as provider:
+        with pytest.raises(ModelFileError, match="SHA-256"):
+            await provider.start()
+        assert provider.diagnostics().counters.loads == 0
+
+
+async def test_a_handler_that_blocks_holds_up_neither_the_end_of_a_load_nor_the_block(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF" + b"\xff" * 100)
+    entered, proceed = threading.Event(), threading.Event()
+
+    class Blocking(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            entered.set()
+            proceed.wait(60)
+
+    handler = Blocking()
+    logger = logging.getLogger("llamatrio.child.blocked")
+    logger.addHandler(handler)
+    try:
+        with trio.fail_after(30):
+            backend = NativeBackend(name="blocked")
+            async with open_provider(ModelConfig(path), backend=backend) as provider:
+                with pytest.raises(ModelFileError, match="could not load it"):
+                    await provider.start()
+        assert entered.is_set()
+    finally:
+        proceed.set()
+        logger.removeHandler(handler)
 
 
 def test_what_is_no_libllama_is_refused(tmp_path: Path) -> None:

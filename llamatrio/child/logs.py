@@ -26,6 +26,7 @@ LEVELS: Final = {
     "E": logging.ERROR,
 }
 _BATCH: Final = 100
+_LINGER: Final = 0.5  # seconds for which handlers may go on after a model's end
 
 
 # Without this, a program that has not set up logging would have every warning of llama.cpp on its
@@ -316,6 +317,63 @@ class Followers:
         for queue in self._queues:
             queue.close()
         self._queues.clear()
+
+
+class BackendLog:
+    """The log of a backend: of one model after another.
+
+    Args:
+      logger: Where the lines go.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._followers = Followers()
+        self._channel: LogChannel | None = None
+        self._handlers = trio.CancelScope()
+        self._dropped = 0  # of models that are gone
+
+    @property
+    def tail(self) -> str:
+        """The last lines of the present model's log; empty if there is none."""
+        return str(self._channel.tail) if self._channel else ""
+
+    @property
+    def dropped(self) -> int:
+        """Lines that were lost because handlers of the logger were too slow."""
+        return self._dropped + (self._channel.dropped if self._channel else 0)
+
+    def watch(self, lines: int) -> LogWatch:
+        """Return what gives all lines that follow, of all models."""
+        return self._followers.add(lines)
+
+    def end(self) -> None:
+        """Let those who watch come to an end."""
+        self._followers.close()
+
+    def open(self, lines: int, tail: int = 2**14, *, colors: bool = False) -> LogChannel:
+        """Begin the log of a model, which `forward` is to hand on; `close` ends it."""
+        self._handlers = trio.CancelScope(shield=True)
+        self._channel = LogChannel(lines, tail, followers=self._followers, colors=colors)
+        return self._channel
+
+    def close(self) -> None:
+        """Say that the model is gone. Handlers may go on for a moment, and no longer."""
+        assert self._channel is not None
+        self._channel.close()
+        self._handlers.deadline = trio.current_time() + _LINGER
+        self._dropped += self._channel.dropped
+        self._channel = None
+
+    @enable_ki_protection
+    async def forward(self, channel: LogChannel) -> None:
+        """Hand the lines of a model to the logger.
+
+        Cancellation: has no effect; it ends soon after `close`.
+        """
+        with self._handlers:
+            await channel.forward(self._logger)
+        self._dropped += channel.given_up
 
 
 def level(line: str) -> int:

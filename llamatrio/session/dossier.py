@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal
 
@@ -28,6 +27,7 @@ from llamatrio.errors import LlamatrioError, ModelFileError, SpawnError
 from llamatrio.requests import Request
 from llamatrio.session.base import ModelSession
 from llamatrio.session.identity import Digests, Identity
+from llamatrio.session.programs import wheel_libraries
 
 HOST_PROGRAM: Final = str(Path(__file__).parent.parent / "child" / "host.py")
 """The script that a hosted child runs."""
@@ -171,7 +171,7 @@ def components(kind: Kind, config: ModelConfig, program: str) -> Iterator[tuple[
     if isinstance(kind, Hosted):
         yield "script", HOST_PROGRAM
         if program == sys.executable:
-            for path in _engine():
+            for path in wheel_libraries():
                 yield "engine", path
     named: list[tuple[Role, str | None]] = [
         ("model", config.model),
@@ -184,15 +184,6 @@ def components(kind: Kind, config: ModelConfig, program: str) -> Iterator[tuple[
             yield role, given
             for part in parts(given)[1:]:
                 yield "model part", part
-
-
-def _engine() -> Iterator[str]:
-    """Find what computes in a hosted child: the shared object of the wheel."""
-    package = find_spec("xllamacpp")
-    for folder in (package and package.submodule_search_locations) or ():
-        for path in sorted(Path(folder).glob("xllamacpp*")):
-            if path.suffix in (".so", ".dylib", ".pyd"):
-                yield str(path)
 
 
 def _launcher(launch: Launch) -> Iterator[tuple[Role, str]]:

@@ -215,7 +215,9 @@ class Engine:
             or not call.model_has_decoder(model)
             or self._meta(f"{architecture}.attention.causal") == "false"
         ):
-            raise LoadFailed(f"{self._config.model!r} does not generate a text from its beginning")
+            assert self._config.model is not None
+            reason = "it does not generate a text from its beginning"
+            raise ModelFileError(self._config.model, reason)
 
     def _meta(self, key: str) -> str:
         buffer = ctypes.create_string_buffer(_PIECE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from io import FileIO
 from typing import Final, TypeAlias
@@ -86,9 +87,9 @@ def _identify(path: str) -> Identity:
         raise ModelFileError(path, getattr(exc, "strerror", None) or str(exc)) from exc
 
 
-def _identity(path: str, stat: os.stat_result) -> Identity:
+def _identity(path: str, found: os.stat_result) -> Identity:
     absolute = os.path.abspath(path)
-    return Identity(absolute, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    return Identity(absolute, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def find_change(files: Iterable[Identity]) -> str | None:
@@ -103,6 +104,26 @@ def find_change(files: Iterable[Identity]) -> str | None:
             happened = "has been written to" if same else "has been replaced"
             return f"{file.path!r} {happened}"
     return None
+
+
+def check_gguf(path: str) -> None:
+    """Look at the first bytes of a model file.
+
+    Raises:
+      ModelFileError: if it is missing, unreadable, or no GGUF file.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise ModelFileError(path, "not a regular file")  # opening a FIFO would wait for ever
+        with open(path, "rb") as file:
+            head = file.read(4)
+    except (OSError, ValueError) as exc:  # the latter for a NUL in the path
+        raise ModelFileError(path, getattr(exc, "strerror", None) or str(exc)) from exc
+    if not head:
+        raise ModelFileError(path, "the file is empty")
+    if head != b"GGUF":
+        raise ModelFileError(path, f"not a GGUF file: it begins with {head!r}")
 
 
 # -- hashes ------------------------------------------------------------------------------------
@@ -176,8 +197,8 @@ _Stamp: TypeAlias = tuple[Identity, int]
 
 
 def _stamp(path: str, opened: FileIO) -> _Stamp:
-    stat = os.fstat(opened.fileno())
-    return _identity(path, stat), stat.st_ctime_ns
+    found = os.fstat(opened.fileno())
+    return _identity(path, found), found.st_ctime_ns
 
 
 # -- sleep -------------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_size_t, c_uint32, c_void_p
-from pathlib import Path
 from typing import Any, ClassVar, Final, TypeAlias
 
 import attrs
 
 from llamatrio.errors import SpecificationError
 from llamatrio.session.dispatch import HandOver
+from llamatrio.session.programs import wheel_libraries
 
 _ROOM: Final = 1024  # bytes; the structures have less than 200
 
@@ -293,13 +293,8 @@ def find_library() -> str:
     Raises:
       SpecificationError: if the wheel is not installed.
     """
-    from importlib.util import find_spec
-
-    package = find_spec("xllamacpp")
-    for folder in package.submodule_search_locations or () if package else ():
-        for found in sorted(Path(folder).glob("xllamacpp*")):
-            if found.suffix in (".so", ".pyd", ".dylib"):
-                return str(found)
+    for path in wheel_libraries():
+        return path
     raise SpecificationError(
         "no libllama: install the xllamacpp wheel (llamatrio[llama]) or name one: "
         "NativeBackend(library='/path/to/libllama.so')"

@@ -19,7 +19,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from llamatrio.child.exits import Exit
-from llamatrio.child.logs import Followers, LogChannel, LogWatch
+from llamatrio.child.logs import BackendLog, LogWatch
 from llamatrio.config import ModelConfig
 from llamatrio.errors import (
     ChildError,
@@ -41,7 +41,7 @@ from llamatrio.session.base import (
 )
 from llamatrio.session.dispatch import Dispatcher, HandOver, OwnerThread
 from llamatrio.session.engine import Broken, Engine, Generated
-from llamatrio.session.identity import Digests, take_identity
+from llamatrio.session.identity import Digests, check_gguf, take_identity
 from llamatrio.session.libllama import Library, find_library, listening
 from llamatrio.session.sampling import (
     Chat,
@@ -52,7 +52,6 @@ from llamatrio.session.sampling import (
     refuse,
     unbroken,
 )
-from llamatrio.session.server import check_gguf
 from llamatrio.session.text import TextAssembler
 
 _LOG_LINES: Final = 2000
@@ -91,12 +90,9 @@ class NativeBackend(Backend):
     ) -> None:
         self._path = library
         self._make_dispatcher = dispatcher
-        self._logger = logging.getLogger(f"llamatrio.child.{name}")
+        self._log = BackendLog(logging.getLogger(f"llamatrio.child.{name}"))
         self._digests = Digests()
         self._signs = 0
-        self._logs: LogChannel | None = None
-        self._followers = Followers()
-        self._dropped = 0  # by models that are gone
 
     def __repr__(self) -> str:
         return f"<NativeBackend {self._path or 'xllamacpp'}>"
@@ -104,20 +100,20 @@ class NativeBackend(Backend):
     @property
     def log_tail(self) -> str:
         """The last lines of the library's log; empty if no model is loaded."""
-        return str(self._logs.tail) if self._logs else ""
+        return self._log.tail
 
     @property
     def dropped_log_lines(self) -> int:
         """Log lines that were lost because handlers of the logger were too slow."""
-        return self._dropped + (self._logs.dropped if self._logs else 0)
+        return self._log.dropped
 
     def watch_logs(self, lines: int) -> LogWatch:
         """Return what gives all lines of the log that follow, of one load after another."""
-        return self._followers.add(lines)
+        return self._log.watch(lines)
 
     def end_logs(self) -> None:
         """Let those who watch the log come to an end."""
-        self._followers.close()
+        self._log.end()
 
     def signs_of_life(self) -> object:
         """Return how much was computed, and the CPU time of this process."""
@@ -156,7 +152,7 @@ class NativeBackend(Backend):
         pinned = config.sha256
         if pinned is not None and (complaint := await self._digests.mismatch(file, pinned)):
             raise ModelFileError(config.model, complaint)
-        return Library(self._path or find_library())
+        return await trio.to_thread.run_sync(Library, self._path or find_library())
 
     @enable_ki_protection
     async def run(self, config: ModelConfig, publish: Publish) -> None:
@@ -165,10 +161,10 @@ class NativeBackend(Backend):
         Cancellation: gives up a load that is going on, and frees the model.
         """
         library = await self._inspect(config)
-        self._logs = logs = LogChannel(_LOG_LINES, followers=self._followers)
+        logs = self._log.open(_LOG_LINES)
         failure: LlamatrioError | None = None
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(logs.forward, self._logger)
+            nursery.start_soon(self._log.forward, logs)
             try:
                 with listening(library, HandOver(logs.put)):
                     await self._live(library, config, publish)
@@ -180,9 +176,7 @@ class NativeBackend(Backend):
                 if isinstance(exc, ChildError) and not exc.stderr_tail:
                     exc.stderr_tail = str(logs.tail)
             finally:
-                self._logs = None
-                self._dropped += logs.dropped
-                logs.close()
+                self._log.close()
         if failure is not None:
             raise failure
 

