@@ -131,7 +131,7 @@ from llamatrio.session.base import (
     LoadProgress as LoadProgress,
     ModelSession as ModelSession,
 )
-from llamatrio.session.native import NativeBackend as NativeBackend
+from llamatrio.session.native.backend import NativeBackend as NativeBackend
 from llamatrio.session.server import ServerBackend as ServerBackend
 from llamatrio.session.sockets import SocketPathTooLong as SocketPathTooLong
 

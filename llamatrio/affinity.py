@@ -27,10 +27,10 @@ import trio
 from llamatrio.config import ModelConfig
 from llamatrio.errors import LlamatrioError
 from llamatrio.session.dispatch import HostThread, OwnerThread
-from llamatrio.session.engine import Engine, Generated
 from llamatrio.session.identity import check_gguf
-from llamatrio.session.libllama import Library, find_library
-from llamatrio.session.sampling import Sampling
+from llamatrio.session.native.engine import Engine, Generated
+from llamatrio.session.native.libllama import Library, find_library
+from llamatrio.session.native.sampling import Sampling
 from llamatrio.testing.parrot import write_parrot
 
 _T = TypeVar("_T")

@@ -48,9 +48,9 @@ from llamatrio.lifecycle import hooks, reply
 from llamatrio.outcomes import Cancelled, Finished, Outcome
 from llamatrio.session import base
 from llamatrio.session.dispatch import Dispatcher, HostThread, OwnerThread, Roaming
-from llamatrio.session.engine import Engine
-from llamatrio.session.libllama import Library, find_library
-from llamatrio.session.native import NativeSession
+from llamatrio.session.native.backend import NativeSession
+from llamatrio.session.native.engine import Engine
+from llamatrio.session.native.libllama import Library, find_library
 from llamatrio.testing import (
     BACKEND_RULES,
     PROVIDER_RULES,

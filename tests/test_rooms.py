@@ -56,8 +56,8 @@ PURE = {
     "lifecycle.policy",
     "lifecycle.journal",
     "lifecycle.blackbox",
-    "session.sampling",
-    "session.text",
+    "session.native.sampling",
+    "session.native.text",
     *(name for name in MODULES if name.split(".")[0] == "wire"),
 }
 

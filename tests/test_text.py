@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
-from llamatrio.session.text import TextAssembler
+from llamatrio.session.native.text import TextAssembler
 
 
 def assemble(pieces: list[bytes], stops: list[str]) -> tuple[str, str | None]:

@@ -40,10 +40,10 @@ from llamatrio.session.base import (
     Publish,
 )
 from llamatrio.session.dispatch import Dispatcher, HandOver, OwnerThread
-from llamatrio.session.engine import Broken, Engine, Generated
 from llamatrio.session.identity import Digests, check_gguf, take_identity
-from llamatrio.session.libllama import Library, find_library, listening
-from llamatrio.session.sampling import (
+from llamatrio.session.native.engine import Broken, Engine, Generated
+from llamatrio.session.native.libllama import Library, find_library, listening
+from llamatrio.session.native.sampling import (
     Chat,
     Prompt,
     Sampling,
@@ -52,7 +52,7 @@ from llamatrio.session.sampling import (
     refuse,
     unbroken,
 )
-from llamatrio.session.text import TextAssembler
+from llamatrio.session.native.text import TextAssembler
 
 _LOG_LINES: Final = 2000
 _T = TypeVar("_T")

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_int8, c_int32
+from ctypes import c_int32
 from typing import Final
 
 import attrs
@@ -28,21 +28,19 @@ from llamatrio.errors import (
 )
 from llamatrio.outcomes import Reason
 from llamatrio.requests import PromptProgress
-from llamatrio.session.libllama import (
+from llamatrio.session.native.arrays import BatchArrays, CandidateArray
+from llamatrio.session.native.libllama import (
     MODEL,
     AbortFlag,
-    Batch,
     ChatMessage,
     Handle,
     Library,
     LogitBias,
     Parameters,
     ProgressCallback,
-    TokenData,
-    TokenDataArray,
     write,
 )
-from llamatrio.session.sampling import Sampling
+from llamatrio.session.native.sampling import Sampling
 
 _ABORTED: Final = 2  # what llama_decode returns then
 _PIECE: Final = 256  # bytes of a token, usually
@@ -147,11 +145,11 @@ class Engine:
         self._context: Handle | None = None
         self._vocab: Handle | None = None
         self._memory: Handle | None = None
-        self._batch = _BatchBuffer(config.batch)
+        self._batch = BatchArrays(config.batch)
         self._slots = [_Slot(number) for number in range(config.slots)]
         self._jobs = 0
         self._ends: tuple[int, ...] = ()  # the tokens that end an answer
-        self._candidates = _Candidates(0)
+        self._candidates = CandidateArray(0)
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -192,7 +190,7 @@ class Engine:
         count = self.vocabulary
         ends = self._call.vocab_is_eog
         self._ends = tuple(token for token in range(count) if ends(self._vocab, token))
-        self._candidates = _Candidates(count)
+        self._candidates = CandidateArray(count)
         return not self.abort.is_set
 
     def free(self) -> None:
@@ -551,65 +549,3 @@ class Engine:
 
 def _invalid(message: str) -> RequestRefused:
     return RequestRefused(400, "invalid_request_error", message)
-
-
-class _BatchBuffer:
-    """The arrays of a `llama_batch`, made once."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._tokens = (c_int32 * size)()
-        self._positions = (c_int32 * size)()
-        self._counts = (c_int32 * size)(*([1] * size))
-        self._sequences = (c_int32 * size)()
-        self._outputs = (c_int8 * size)()
-        address, width = ctypes.addressof(self._sequences), ctypes.sizeof(c_int32)
-        pointers = (ctypes.c_void_p * size)(*(address + width * place for place in range(size)))
-        self._pointers = pointers
-        self.native = Batch(
-            0,
-            self._tokens,
-            None,
-            self._positions,
-            self._counts,
-            ctypes.cast(pointers, ctypes.POINTER(ctypes.POINTER(c_int32))),
-            self._outputs,
-        )
-
-    @property
-    def room(self) -> int:
-        """How many tokens still fit."""
-        return self._size - int(self.native.n_tokens)
-
-    def clear(self) -> None:
-        """Empty it."""
-        self.native.n_tokens = 0
-
-    def add(self, token: int, position: int, sequence: int, *, output: bool) -> int:
-        """Add a token, and return its place."""
-        place = int(self.native.n_tokens)
-        self._tokens[place] = token
-        self._positions[place] = position
-        self._sequences[place] = sequence
-        self._outputs[place] = output
-        self.native.n_tokens = place + 1
-        return place
-
-
-class _Candidates:
-    """A `llama_token_data_array` of the whole vocabulary, made once."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._fresh = (TokenData * count)(*(TokenData(token) for token in range(count)))
-        self._data = (TokenData * count)()
-        self.native = TokenDataArray()
-
-    def fill(self, logits: int) -> TokenDataArray:
-        """Take the logits at an address."""
-        ctypes.memmove(self._data, self._fresh, ctypes.sizeof(self._fresh))
-        theirs = (ctypes.c_float * self._count).from_address(logits)
-        memoryview(self._data).cast("B").cast("f")[1::3] = memoryview(theirs).cast("B").cast("f")
-        self.native.data = ctypes.cast(self._data, ctypes.POINTER(TokenData))
-        self.native.size, self.native.selected, self.native.sorted = self._count, -1, False
-        return self.native
