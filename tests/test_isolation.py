@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import trio
 from programs.answers import QUESTION, look
-from users import NOBODY, need, public
+from users import NOBODY, PYTHON, need, public
 
 from llamatrio import (
     Hosted,
@@ -268,7 +268,7 @@ FORBIDDEN = (
 async def test_a_user_who_is_not_root_can_have_it_too(
     tools: str, kind: Kind, public: Path, tmp_path: Path
 ) -> None:
-    need(*NOBODY, sys.executable, "-c", "")
+    need(*NOBODY, *PYTHON)
     if isinstance(kind, Hosted) or tools == "shim":
         # What it was started with may be more than what it can start itself.
         need(*NOBODY, sys.executable, "-c", "import sys; open(sys.executable, 'rb')")

@@ -17,7 +17,6 @@ from pathlib import Path
 import attrs
 import pytest
 import trio
-import trio.testing
 from moments import first_text, reach, serve_another, within_prompt
 
 from llamatrio import (
@@ -407,30 +406,32 @@ async def test_a_model_that_does_not_generate_is_refused(models: Path) -> None:
 
 async def test_a_request_that_comes_when_the_model_goes_is_told_so(parrot: Parrot) -> None:
     """Whatever ends the computing task: nobody waits for it any more, and nothing is called."""
-    async with trio.open_nursery() as nursery:
-        dispatcher = OwnerThread()
-        dispatcher.open()
-        engine = Engine(Library(find_library()), config_of(parrot))
-        assert await dispatcher.call(lambda: engine.load(lambda _: None))
-        session = NativeSession(engine, dispatcher, config_of(parrot), lambda: None)
-        scope = trio.CancelScope()
+    dispatcher = OwnerThread()
+    dispatcher.open()
+    engine = Engine(Library(find_library()), config_of(parrot))
+    session = NativeSession(engine, dispatcher, config_of(parrot), lambda: None)
+    computing, begun = trio.CancelScope(), trio.Event()
 
-        async def compute() -> None:
-            with scope:
-                await session.run()
+    async def compute() -> None:
+        with computing:
+            await session.run()
 
-        async def be_told() -> None:
-            with pytest.raises(StreamBroken):
-                await session.perform(ON_AND_ON, lambda _: None)
-
-        nursery.start_soon(compute)
-        nursery.start_soon(be_told)
-        await trio.testing.wait_all_tasks_blocked()
-        scope.cancel()
-        await trio.testing.wait_all_tasks_blocked()
+    async def be_told() -> None:
         with pytest.raises(StreamBroken):
-            await session.perform(FIVE, lambda _: None)
+            await session.perform(ON_AND_ON, lambda _: begun.set())
+
+    try:
+        assert await dispatcher.call(lambda: engine.load(lambda _: None))
+        with trio.fail_after(30):
+            async with trio.open_nursery() as nursery:  # it ends when both have
+                nursery.start_soon(compute)
+                nursery.start_soon(be_told)
+                await begun.wait()
+                computing.cancel()
+            with pytest.raises(StreamBroken):
+                await session.perform(FIVE, lambda _: None)
         await dispatcher.call(engine.free)
+    finally:
         dispatcher.close()
 
 

@@ -20,7 +20,7 @@ import attrs
 import psutil
 import pytest
 import trio
-from users import NOBODY, need, public
+from users import NOBODY, PYTHON, need, public
 
 from llamatrio import Hosted, ModelConfig, Own, Stock, open_provider
 from llamatrio.child.launch import Kind
@@ -213,7 +213,7 @@ async def test_a_real_child_of_a_user_who_is_not_root_does_so_too(
     llama_server: str, public: Path, endless: Parrot
 ) -> None:
     # Its network takes a new user name space, and new credentials may undo the signal.
-    need(*NOBODY, sys.executable, "-c", "")
+    need(*NOBODY, *PYTHON)
     model = replace(endless, path=Path(shutil.copy(endless.path, public)))
     kind = Stock(llama_server)
     death = await kill_application("idle", kind, model, public / "run", before=NOBODY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from llamatrio.testing.parrot import write_parrot
 
 NOBODY = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "--")
+PYTHON = (sys.executable, "-I", "-c", "import llamatrio.testing, xllamacpp")
+"""What a user must be able to run: nobody else may have a way into an environment of ours."""
 
 
 @pytest.fixture

@@ -134,6 +134,7 @@ class ServerBackend(Backend):
         self._digests = Digests()
         self._dossier = Dossier(self._digests, strict=strict_files)
         self._pid: int | None = None
+        self._at_fault = False  # whether the child is being ended for something it did
         self._reservation: Reservation | None = None
         self._session: HttpSession | None = None  # while the model is loaded and awake
 
@@ -406,6 +407,7 @@ class _Translator:
 
     def on_spawn(self, pid: int) -> None:
         self._backend._pid = pid  # noqa: SLF001 - one class in two parts
+        self._backend._at_fault = False  # noqa: SLF001
         self._backend._reservation = None  # noqa: SLF001
         self._backend._dossier.on_spawn(pid)  # noqa: SLF001
 
@@ -462,6 +464,7 @@ class _Translator:
             self.logs.remark(f"W the child does not reserve its stdout: {reservation.reason}")
 
     def on_fault(self, fault: ChildError) -> None:
+        self._backend._at_fault = True  # noqa: SLF001 - one class in two parts
         self.session.break_off(fault)
 
     def on_unexpected(self, data: bytes) -> None:
