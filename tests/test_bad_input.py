@@ -480,6 +480,7 @@ async def test_an_answer_that_ends_in_order_but_without_its_mark_is_not_finished
             assert caught.value.text == "half"
 
 
+@pytest.mark.slow
 async def test_a_child_that_never_listens_fails_its_requests(parrot: Parrot) -> None:
     child = Own(fakechild.command("S ready", "R"))
     with trio.fail_after(60):
@@ -674,6 +675,7 @@ trio.run(main, *sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 async def test_a_program_that_has_run_out_of_descriptors_still_ends_its_child(
     parrot: Parrot,
 ) -> None:

@@ -524,6 +524,7 @@ def ranker(models: Path) -> RerankingParrot:
     return write_reranking_parrot(models / "ranker.gguf", "!")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("pooling", get_args(Pooling))
 async def test_the_vectors_of_texts_are_those_that_the_model_is_known_to_make(
@@ -539,6 +540,7 @@ async def test_the_vectors_of_texts_are_those_that_the_model_is_known_to_make(
     assert {len(vector) for vector in vectors} == {parrot.dimensions}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", get_args(Pooling))
 async def test_the_pooling_that_is_asked_for_is_that_which_is_used(
     kind: Kind, embedders: Mapping[tuple[Pooling, bool], EmbeddingParrot], pooling: Pooling
@@ -598,6 +600,7 @@ async def too_long(provider: LocalProvider, *texts: str) -> TextTooLong:
     return error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 async def test_a_text_of_more_tokens_than_a_step_is_named_and_a_larger_batch_takes_it(
     kind: Kind, embedders: Mapping[tuple[Pooling, bool], EmbeddingParrot], causal: bool
@@ -621,6 +624,7 @@ async def test_a_text_is_read_in_steps_where_only_its_last_token_is_kept(
         assert await provider.embed([text]) == near(parrot, [text])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 @pytest.mark.parametrize("causal", [False, True])
 async def test_a_text_of_more_tokens_than_the_context_is_refused(

@@ -811,6 +811,7 @@ class InterruptedAtTheEnd(LifecycleActor):
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waiting", [1, 2, 5])
 @pytest.mark.parametrize("make", [an_error, a_group_of_one, a_system_exit])
 def test_ctrl_c_while_an_exception_of_the_body_leaves_is_not_lost(

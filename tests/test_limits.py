@@ -237,6 +237,7 @@ async def test_a_request_whose_next_token_is_late_is_given_up(
         await serve_another(provider)
 
 
+@pytest.mark.slow
 async def test_silence_is_counted_anew_at_each_token(kind: Kind, ponderous: Parrot) -> None:
     async with opened(ponderous, kind) as provider:
         await provider.start()
@@ -257,6 +258,7 @@ async def test_the_whole_time_of_a_request_includes_its_wait_for_a_slot(
         assert running.outcome is None
 
 
+@pytest.mark.slow
 async def test_a_prompt_that_takes_the_whole_time_is_given_up(kind: Kind, endless: Parrot) -> None:
     async with opened(endless, kind) as provider:
         await provider.start()

@@ -531,6 +531,7 @@ async def test_each_slot_has_its_whole_context_while_the_others_are_full(
         assert [(await one.result()).text for one in replies] == [files.parrot.text] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slots", "drafts", "least"), [(1, False, 2), (3, False, 3), (1, True, 4), (3, True, 12)]
 )
@@ -630,6 +631,7 @@ async def test_a_device_that_is_not_there_is_named_by_the_error(kind: Kind, file
 QUANTIZED = [name for name in get_args(CacheType) if name not in ("f32", "f16", "bf16")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache_type", "letter"), [*((name, "k") for name in QUANTIZED), ("q5_1", "v")]
 )
@@ -677,6 +679,7 @@ async def test_thoughts_of_earlier_turns_are_preserved_by_both_kinds(
         assert await prompt(child) == "Hello True"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", get_args(ReasoningFormat))
 async def test_thoughts_go_where_the_reasoning_format_says(
     kind: Kind, files: Files, form: str
@@ -729,6 +732,7 @@ def png(pixels: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [None, ("none",)])
 async def test_an_image_is_read_through_the_projector(
     kind: Kind, files: Files, devices: tuple[str, ...] | None

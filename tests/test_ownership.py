@@ -640,6 +640,7 @@ async def test_a_model_ends_although_a_forked_copy_holds_its_pipes(
             await answer(provider, endless)
 
 
+@pytest.mark.slow
 async def test_a_forked_copy_whose_tasks_are_collected_touches_nothing(
     kind: Kind, parrot: Parrot, own_temporary_directory: Path
 ) -> None:
@@ -648,6 +649,7 @@ async def test_a_forked_copy_whose_tasks_are_collected_touches_nothing(
         await assert_untouched(provider, parrot, own_temporary_directory)
 
 
+@pytest.mark.slow
 async def test_a_forked_copy_made_by_another_thread_touches_nothing(
     kind: Kind, parrot: Parrot, own_temporary_directory: Path
 ) -> None:
@@ -678,6 +680,7 @@ def end_process() -> None:
     assert process.returncode is None
 
 
+@pytest.mark.slow
 async def test_a_forked_copy_cannot_end_the_process(
     kind: Kind, parrot: Parrot, own_temporary_directory: Path
 ) -> None:
@@ -686,6 +689,7 @@ async def test_a_forked_copy_cannot_end_the_process(
         await assert_untouched(provider, parrot, own_temporary_directory)
 
 
+@pytest.mark.slow
 async def test_a_model_is_heard_after_a_forked_copy_has_closed_its_pipes(
     kind: Kind, parrot: Parrot
 ) -> None:

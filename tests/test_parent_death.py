@@ -157,6 +157,7 @@ async def _gone(*pids: int) -> None:
         await trio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_a_child_that_ignores_its_stdin_dies_with_an_application_whose_worker_holds_its_pipes(
     place: Path, parrot: Parrot
 ) -> None:

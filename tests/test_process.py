@@ -368,6 +368,7 @@ async def test_ending_a_child_ends_its_grandchildren(mark: str) -> None:
     assert processes_with(mark) == []
 
 
+@pytest.mark.slow
 async def test_a_grandchild_in_a_session_of_its_own_escapes_and_delays_the_end_by_the_drain(
     mark: str,
 ) -> None:
@@ -943,8 +944,8 @@ def longest_unload(kind: Kind) -> float:
     return 0.05 + 1.5 + 0.3 if isinstance(kind, Stock) else 0.2
 
 
-async def test_ten_unloads_at_READY(kind: Kind, parrot: Parrot) -> None:
-    assert max(await unload_times(kind, parrot, 10)) < longest_unload(kind)
+async def test_five_unloads_at_READY(kind: Kind, parrot: Parrot) -> None:
+    assert max(await unload_times(kind, parrot, 5)) < longest_unload(kind)
 
 
 @pytest.mark.slow

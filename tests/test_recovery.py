@@ -841,7 +841,13 @@ def check_resumed(reply: Reply, undisturbed: tuple[str, Finished], times: int) -
     assert reply.outcome.usage.prompt == whole.usage.prompt
 
 
-@pytest.mark.parametrize("request_", [RESUMED, RESUMED_CHAT], ids=["completion", "chat"])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pytest.param(RESUMED, id="completion", marks=pytest.mark.slow),
+        pytest.param(RESUMED_CHAT, id="chat"),
+    ],
+)
 async def test_an_answer_goes_on_where_its_model_died(
     kind: Kind, listening: Parrot, request_: Request
 ) -> None:

@@ -171,7 +171,7 @@ def test_another_method_is_refused(method: Any) -> None:  # noqa: ANN401 - wrong
 
 @pytest.mark.parametrize(
     "value",
-    [math.nan, math.inf, -math.inf, b"bytes", {1, 2}, object(), {("a", 1): 2}, [[math.nan]]],
+    [math.nan, math.inf, -math.inf, b"bytes", {1, 2}, object, {("a", 1): 2}, [[math.nan]]],
     ids=repr,
 )
 def test_a_body_that_is_not_json_is_refused(value: object) -> None:

@@ -369,7 +369,7 @@ def made_since(replies: list[Reply], before: list[int]) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("streams", [1, 8])
+@pytest.mark.parametrize("streams", [pytest.param(1, marks=pytest.mark.slow), 8])
 async def test_a_steady_stream_delays_no_cancel(
     kind: Kind, ponderous: Parrot, streams: int
 ) -> None:
@@ -385,7 +385,7 @@ async def test_a_steady_stream_delays_no_cancel(
         }
 
 
-@pytest.mark.parametrize("streams", [1, 8])
+@pytest.mark.parametrize("streams", [pytest.param(1, marks=pytest.mark.slow), 8])
 async def test_a_steady_stream_delays_no_stop(kind: Kind, ponderous: Parrot, streams: int) -> None:
     config = ModelConfig(ponderous.path, slots=streams, context=256, threads=1)
     async with started(config, kind) as provider, trio.open_nursery() as nursery:

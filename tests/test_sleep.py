@@ -284,7 +284,10 @@ def link(path: Path) -> None:
     path.symlink_to(other.path)
 
 
-@pytest.mark.parametrize("change", [replace, delete, touch, link])
+@pytest.mark.parametrize(
+    "change",
+    [replace, *(pytest.param(one, marks=pytest.mark.slow) for one in (delete, touch, link))],
+)
 async def test_a_file_that_changed_while_the_model_slept_is_not_served(
     kind: Kind, bird: Parrot, change: Callable[[Path], None]
 ) -> None:

@@ -1,7 +1,7 @@
 """What takes very long: a thousand lives of a model, and thousands of races at READY.
 
-Run by hand: `pytest -m soak -s -o faulthandler_timeout=0`, with `LLAMATRIO_LLAMA_SERVER` in the
-environment for the stock child.
+Run by hand: `pytest -m soak -n 0 -s -o faulthandler_timeout=0`, with `LLAMATRIO_LLAMA_SERVER` in
+the environment for the stock child.
 """
 
 from __future__ import annotations

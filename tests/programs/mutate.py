@@ -415,7 +415,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
         os.environ["TMPDIR"] = directory  # a test that fails at once leaves its own behind
         tempfile.tempdir = None
-        pytest.main(["-q", "-p", "no:cacheprovider", "--timeout=0", *files], plugins=[runner])
+        pytest.main(
+            ["-q", "-p", "no:cacheprovider", "--timeout=0", "-n", "0", *files], plugins=[runner]
+        )
     lines = ALLOWED.read_text().splitlines() if ALLOWED.exists() else []
     allowed = {line.strip() for line in lines if line and not line.startswith("#")}
     unknown = [mutant for mutant in runner.survivors if mutant.name not in allowed]
