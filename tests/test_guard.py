@@ -204,7 +204,7 @@ OUT, ERR, OTHER = (1, 1), (1, 2), (1, 3)
 
 
 def member(pid: int, *files: tuple[int, int], listens: bool = False) -> Member:
-    return Member(pid, (f"program-{pid}", "--port", "1"), dict(enumerate(files)), listens=listens)
+    return Member(pid, f"program-{pid}", dict(enumerate(files)), listens=listens)
 
 
 STDIN = (1, 0)
@@ -220,7 +220,7 @@ SHELL = member(6, STDIN, OUT, ERR)
         pytest.param([member(7, STDIN, OUT, ERR, listens=True)], None, False, id="not reserved"),
         pytest.param([member(7, STDIN, OUT, ERR)], None, None, id="nobody serves"),
         pytest.param([], None, None, id="nobody is seen"),
-        pytest.param([SHELL, Member(7, (), {})], None, None, id="nobody may look"),
+        pytest.param([SHELL, Member(7, "", {})], None, None, id="nobody may look"),
         pytest.param([member(7, STDIN, OUT, OUT, OUT, listens=True)], 7, False, id="2>&1"),
         pytest.param([SHELL, member(7, STDIN, OUT, OUT)], 7, None, id="2>&1 behind a shell"),
         pytest.param(
@@ -250,9 +250,9 @@ def test_open_files_tell_merged_streams_and_a_reserved_stdout(
 ) -> None:
     look = judge(members, OUT, ERR)
     assert (look.evidence is not None) == (merged is not None)
-    assert look.culprit == (("program-7", "--port", "1") if merged else ())
+    assert look.culprit == merged
     if merged:
-        assert f"process {merged}" in str(look.evidence)
+        assert f"process {merged} (program-{merged})" in str(look.evidence)
     assert look.reservation.reserved is reserved
     assert look.reservation.reason
 
@@ -264,7 +264,7 @@ def test_open_files_tell_merged_streams_and_a_reserved_stdout(
         ([SHELL, member(7, STDIN, OUT, OTHER)], False),
         ([member(7, STDIN, OUT, OTHER)], True),
         ([member(6, STDIN, OUT), member(7, STDIN, OUT, OTHER)], True),
-        ([member(7, STDIN, OUT, OTHER), Member(8, (), {})], False),  # it may have it, or it ends
+        ([member(7, STDIN, OUT, OTHER), Member(8, "", {})], False),  # it may have it, or it ends
         ([], False),
     ],
 )

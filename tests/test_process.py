@@ -407,6 +407,18 @@ async def test_a_grandchild_that_escapes_and_holds_no_pipe_is_named_when_we_end_
     await end_stranger(survivor)
 
 
+async def test_a_grandchild_that_ends_after_the_child_for_its_part_is_waited_for_and_not_named(
+    mark: str,
+) -> None:
+    follow = "while kill -0 $PPID; do sleep 0.02; done"
+    script = f'setsid sh -c \'{follow}\' "$0" <&- >&- 2>&- & echo "$1"; read line'
+    ready = 'cmd_child_to_router:state:{"state":"ready"}'
+    async with living(launch(("/bin/sh", "-c", script, mark, ready))) as recorder:
+        await recorder.wait_for(Ready)
+    assert processes_with(mark) == []
+    assert recorder.exit.survivors == ()
+
+
 async def test_the_exit_is_told_once_and_after_every_record_that_was_still_in_the_pipe() -> None:
     recorder = await run_steps("S loading", *["S ready"] * 500, "X 7")
     assert recorder.told == ["spawn", *["record"] * 501, "exit"]

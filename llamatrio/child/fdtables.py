@@ -39,6 +39,19 @@ def find_members(leader: int) -> list[Member]:
     return [member for member in found if member is not None]
 
 
+def command_of(pid: int) -> tuple[str, ...]:
+    """Return the command line of a process; empty if it cannot be read.
+
+    That takes a lock of the process's memory, which it may hold for as long as it maps a model.
+    """
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")[:-1]
+    except OSError:
+        return ()
+    return tuple(word.decode("utf-8", "backslashreplace") for word in words)
+
+
 def file_of(fd: int) -> FileId:
     """Return what one of our own descriptors is open on."""
     status = os.fstat(fd)
@@ -60,8 +73,8 @@ def _member(pid: int) -> Member | None:
     terminals = set()
     sockets = set()
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read().split(b"\0")[:-1]
+        with open(f"/proc/{pid}/comm", "rb") as file:
+            called = file.read().rstrip(b"\n").decode("utf-8", "backslashreplace")
         for name in os.listdir(f"/proc/{pid}/fd"):
             try:
                 status = os.stat(f"/proc/{pid}/fd/{name}")
@@ -75,12 +88,11 @@ def _member(pid: int) -> Member | None:
     except FileNotFoundError:
         return None
     except OSError:  # somebody else's
-        return Member(pid, (), {})
+        return Member(pid, "", {})
     if is_exiting(pid):  # it may have closed its files while we looked
-        return Member(pid, (), {})
+        return Member(pid, "", {})
     listens = bool(sockets) and any(inode in sockets for inode in _listening(pid))
-    command = tuple(word.decode("utf-8", "backslashreplace") for word in words)
-    return Member(pid, command, files, frozenset(terminals), listens)
+    return Member(pid, called, files, frozenset(terminals), listens)
 
 
 def _listening(pid: int) -> Iterator[str]:

@@ -38,7 +38,7 @@ else:
     from llamatrio.child.posix import ChildProcess
 
 if sys.platform == "linux":
-    from llamatrio.child.fdtables import file_of, find_members, is_exiting
+    from llamatrio.child.fdtables import command_of, file_of, find_members, is_exiting
 
 _STRAY: Final = 0.5  # seconds for which a record on stdout can still follow one on stderr
 
@@ -119,7 +119,7 @@ class Guard:
         if look.stderr_is_closed and not isinstance(record, Ready):
             evidence.append(closed_evidence("stderr"))
         if found := tuple(filter(None, evidence)):
-            self._refuse(*found, culprit=look.culprit)
+            self._refuse(*found, culprit=self._command_of(look.culprit))
             return None
         return look.reservation if ready else None
 
@@ -141,6 +141,10 @@ class Guard:
             stdout, stderr = file_of(process.stdout.fileno()), file_of(process.stderr.fileno())
             return judge(find_members(process.pid), stdout, stderr)
 
+        @staticmethod
+        def _command_of(pid: int | None) -> tuple[str, ...]:
+            return () if pid is None else command_of(pid)
+
         async def _outlives_its_pipe(self) -> None:
             while True:
                 await trio.sleep(self._launch.bounds.closing)
@@ -152,6 +156,10 @@ class Guard:
 
         def _look(self) -> Look:
             return Look(Reservation(None, f"what a process has open is not seen on {sys.platform}"))
+
+        @staticmethod
+        def _command_of(pid: int | None) -> tuple[str, ...]:
+            return ()
 
         async def _outlives_its_pipe(self) -> None:
             await trio.sleep(self._launch.bounds.closing)

@@ -101,8 +101,8 @@ class Bounds:
       log_line: Bytes kept of one line on stderr.
       log_lines: Lines of the log that wait for a slow reader; older ones are dropped and counted.
       tail: Bytes of the log that are kept for error reports.
-      drain: Seconds for which the pipes are read after the process has ended: a grandchild may
-        hold them open for ever.
+      drain: Seconds for which its pipes are read, and what it started may end, after the process
+        has ended: a grandchild may hold them open for ever.
       closing: Seconds that a process may take to end after it has closed its stdout or stderr. One
         that lives on is at fault.
     """

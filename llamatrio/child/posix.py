@@ -106,6 +106,21 @@ class ChildProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: only zombies
                 os.killpg(self.pid, signal.SIGKILL)
 
+    async def wait_others(self, descendants: Descendants) -> None:
+        """Wait until all that it has started has ended as well, where the system tells.
+
+        `kill` has reached its group, and dying takes a moment. Who is in a session of his own may
+        end for his part, by the end of a pipe or of a terminal; or he never does.
+
+        Args:
+          descendants: Those that there were before.
+
+        Cancellation: harmless.
+        """
+        if sys.platform == "linux" and self._is_ours:
+            for pid in survivors.alive(self.pid, descendants):
+                await _wait_for(pid)
+
     def descendants(self) -> Descendants:
         """Return the processes that it has started, and they, where the system tells."""
         if sys.platform == "linux":
@@ -179,6 +194,17 @@ async def spawn(launch: Launch) -> ChildProcess:  # noqa: ASYNC124 - async on Wi
     if sys.platform == "linux":
         _forbid_core_dump(popen.pid)
     return ChildProcess(popen, watch, *ours)
+
+
+async def _wait_for(pid: int) -> None:
+    try:
+        watch = ExitWatch(pid)
+    except OSError:  # it has ended, or no descriptor is left
+        return
+    try:
+        await watch.wait()
+    finally:
+        watch.close()
 
 
 def _watch(popen: subprocess.Popen[bytes]) -> ExitWatch:

@@ -238,6 +238,7 @@ class _Child:
             self.process.kill()
             self.process.reap()
             with trio.move_on_after(self.launch.bounds.drain):
+                await self.process.wait_others(descendants)
                 await self.drained.wait()
             if descendants or not self.drained.is_set():
                 await self.look_for_survivors(descendants)

@@ -65,6 +65,21 @@ def identify(pid: int) -> Process | None:
         return None
 
 
+def alive(leader: int, before: Iterable[Process]) -> list[int]:
+    """Return the processes of a group, and others, that have not ended; by their numbers.
+
+    Args:
+      leader: The group's, which has been reaped.
+      before: The others.
+    """
+    found = [process.pid for process in before if identify(process.pid) == process]
+    with contextlib.suppress(OSError):  # as a rule nobody is in the group
+        os.killpg(leader, 0)
+        entries = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+        found += [pid for pid in entries if _group(pid) == leader and identify(pid) is not None]
+    return found
+
+
 def out_of_reach(leader: int, before: Iterable[Process], pipes: Iterable[int]) -> tuple[int, ...]:
     """Return the processes that a signal to a group has not reached, by their numbers.
 

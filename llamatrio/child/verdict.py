@@ -31,20 +31,20 @@ class Member:
 
     Attributes:
       pid: Its number.
-      command: Its command line.
+      name: What its program is called; empty if it is not told.
       files: What its descriptors are open on; empty if that cannot be seen, and once it is ending.
       terminals: Those that are open on a terminal.
       listens: Whether it has a socket on which it waits for connections.
     """
 
     pid: int
-    command: tuple[str, ...]
+    name: str
     files: Mapping[int, FileId]
     terminals: frozenset[int] = frozenset()
     listens: bool = False
 
     def __str__(self) -> str:
-        return f"process {self.pid} ({self.command[0] if self.command else 'no command'})"
+        return f"process {self.pid} ({self.name or 'no name'})"
 
 
 @attrs.frozen
@@ -121,14 +121,14 @@ class Look:
     Attributes:
       reservation: Whether the child keeps its stdout for records.
       evidence: What speaks for merged streams, in one sentence; None if nothing does.
-      culprit: The command line of the process behind that; empty if it is not known.
+      culprit: The number of the process behind that; None without one.
       server: The number of the process that serves, or is about to; None if it is not known.
       stderr_is_closed: Whether certainly none of the processes has the pipe of stderr open.
     """
 
     reservation: Reservation
     evidence: str | None = None
-    culprit: tuple[str, ...] = ()
+    culprit: int | None = None
     server: int | None = None
     stderr_is_closed: bool = False
 
@@ -147,10 +147,10 @@ def judge(members: Sequence[Member], stdout: FileId, stderr: FileId) -> Look:
     ]
     server = next((member.pid for member in [*serving, *holding]), None)
     culprit, evidence = _merging(members, serving, stdout, stderr) or (None, None)
-    command = culprit.command if culprit else ()
+    pid = culprit.pid if culprit is not None else None
     seen = bool(members) and all(member.files for member in members)
     closed = seen and all(stderr not in member.files.values() for member in members)
-    return Look(_reservation(serving, stdout), evidence, command, server, closed)
+    return Look(_reservation(serving, stdout), evidence, pid, server, closed)
 
 
 def _holds(member: Member, stdout: FileId) -> bool:

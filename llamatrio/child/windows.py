@@ -67,6 +67,9 @@ class ChildProcess:
         """End the process and all that it has started."""
         self._job.close()
 
+    async def wait_others(self, descendants: Descendants) -> None:
+        """Do nothing: whoever closes a job has ended all that is in it."""
+
     def descendants(self) -> Descendants:
         """Return nothing: its job ends them all."""
         return ()
