@@ -62,7 +62,7 @@ class Router:
         for name, case in zip(names, cases, strict=True):
             (self.directory / "streams" / f"{name}.gguf").write_bytes(case.data)
         seen: dict[str, list[Event]] = {name: [] for name in names}
-        running = set(names)
+        running, downloaded = set(names), set()
         try:
             for name in names:
                 request(self.address, "POST", "/models/load", {"model": name}).close()
@@ -70,12 +70,14 @@ class Router:
                 name, event, data = self._next()
                 if data.get("status") == "unloaded":
                     running.remove(name)
+                elif event in ("download_finished", "download_failed"):
+                    downloaded.add(name)
                 elif told := as_record(event, data):
                     seen[name].append(told)
         except TimeoutError:
             # The result of a download makes the router read its models anew, in a thread of its
             # own. If that is done before the child has ended, nobody is told of its end (b11434).
-            assert running <= self._unloaded()
+            assert running <= downloaded & self._unloaded()
             self.close()
             self._listen()
         except (OSError, EOFError) as exc:

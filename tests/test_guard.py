@@ -536,7 +536,9 @@ def wrapped(kind: Kind, parrot: Parrot, tmp_path: Path, *wrapper: str) -> Launch
         key="key",
         environ=os.environ,
     )
-    return attrs.evolve(start, command=(*wrapper, *start.command))
+    # What a wrapper has started may take its time to end, where the machine is busy.
+    bounds = attrs.evolve(start.bounds, drain=10)
+    return attrs.evolve(start, command=(*wrapper, *start.command), bounds=bounds)
 
 
 def needed(*wrapper: str) -> None:

@@ -413,7 +413,8 @@ async def test_a_grandchild_that_ends_after_the_child_for_its_part_is_waited_for
     follow = "while kill -0 $PPID; do sleep 0.02; done"
     script = f'setsid sh -c \'{follow}\' "$0" <&- >&- 2>&- & echo "$1"; read line'
     ready = 'cmd_child_to_router:state:{"state":"ready"}'
-    async with living(launch(("/bin/sh", "-c", script, mark, ready))) as recorder:
+    start = launch(("/bin/sh", "-c", script, mark, ready), bounds=Bounds(drain=10))
+    async with living(start) as recorder:
         await recorder.wait_for(Ready)
     assert processes_with(mark) == []
     assert recorder.exit.survivors == ()

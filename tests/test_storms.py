@@ -54,8 +54,8 @@ PROGRAMS = Path(__file__).parent / "programs"
 PROMISED = 0.2
 """Seconds within which a block is left."""
 
-BUSY, NOISE = 3, 20
-"""Other users of the machine may make all of them take so many times as long, and a single one."""
+NOISE = 20
+"""Other users of the machine may make a single one take this many times as long."""
 
 LONG = completion_request("Hello", max_tokens=2000, temperature=0)
 FAIR = completion_request("Hello", max_tokens=50, temperature=0)
@@ -84,7 +84,7 @@ class Times:
                 f"\n{what}: {len(times)} times, median {middle * 1000:.1f} ms, "
                 f"95 % within {high * 1000:.1f} ms, worst {times[-1] * 1000:.1f} ms\n"
             )
-        assert middle < BUSY * PROMISED
+        assert middle < PROMISED
         assert times[-1] < NOISE * PROMISED
 
 

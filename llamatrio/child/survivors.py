@@ -1,4 +1,4 @@
-"""Processes that a child has started and that a signal to its group does not reach; on Linux.
+"""What is left of the processes that a child has started once it has ended; on Linux.
 
 A process that puts itself into a session of its own escapes, and so may what it starts. Nothing
 here ends one: whoever did that on purpose may have had a reason. They are found in two ways, since
