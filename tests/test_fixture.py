@@ -250,7 +250,8 @@ WRAPPERS = {
     ),
     "2>&1": (Rule.MERGED, 'exec "$@" 2>&1'),
     "1>&2": (Rule.STDERR_RECORD, 'exec "$@" 1>&2'),
-    "a pipe that closes": (Rule.PIPE, 'exec "$@" 2>&-'),
+    "a pipe that closes": (Rule.PIPE, 'exec "$@" 2>/dev/null'),
+    "no stderr": (Rule.PIPE, 'exec "$@" 2>&-'),
     "a public listener": (
         Rule.LISTENER,
         f"""exec {sys.executable} -c '
@@ -271,7 +272,10 @@ os.execvp(sys.argv[1], sys.argv[1:])' "$@" """,
 CROSSED = {
     "2>&1": [Rule.PIPE],
     "1>&2": [Rule.PIPE, Rule.MERGED],
-    "a pipe that closes": [Rule.MERGED, Rule.DIED],
+    "a pipe that closes": [Rule.MERGED],
+    # What the child keeps stdout under becomes number 2 then: its log goes there, between records
+    # and sometimes into one.
+    "no stderr": [Rule.MERGED, Rule.DIED, Rule.LIFECYCLE],
 }
 
 

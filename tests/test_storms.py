@@ -180,7 +180,7 @@ class Interrupted:
       output: What it wrote.
       returncode: Its exit code.
       lived: Seconds from the moment from which the delay was counted.
-      left: Seconds from the Ctrl-C.
+      left: Seconds from the Ctrl-C until its block was left.
       report: What it says of its child.
     """
 
@@ -233,10 +233,10 @@ async def interrupt_cycle(
         nursery.start_soon(read)
         if not early:
             await imported.wait()
-        began = time.perf_counter()
+        began = time.monotonic()
         with trio.move_on_after(delay):
             await ended.wait()
-        pressed = time.perf_counter()
+        pressed = time.monotonic()
         with suppress(trio.BrokenResourceError):
             if delay < math.inf:
                 await terminal.send_all(b"\x03")
@@ -244,11 +244,11 @@ async def interrupt_cycle(
                 await trio.sleep(again)
                 await terminal.send_all(b"\x03")
         await process.wait()
-        after = time.perf_counter()
+        after = time.monotonic()
     assert process.returncode is not None
-    return Interrupted(
-        output.decode(), process.returncode, after - began, after - pressed, report.read_text()
-    )
+    told = report.read_text()
+    left = float(told.split()[1]) if told else after  # it may not have come to the block
+    return Interrupted(output.decode(), process.returncode, after - began, left - pressed, told)
 
 
 async def interrupt_cycles(

@@ -2,13 +2,14 @@
 
 As a program, `cycle.py MODEL REPORT` goes this way once. It says `imported` on its stderr when
 everything has been imported, and in the end writes into the file REPORT whether the way is `over`
-or was `interrupted`, and what became of the child.
+or was `interrupted`, when by `time.monotonic` that was, and what became of the child.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import trio
@@ -77,7 +78,9 @@ def main() -> None:
         trio.run(cycle, model, None, accounts)
         end = "over"
     finally:
-        Path(report).write_text(f"{end} {[actor.diagnostics() for actor in accounts.actors]}")
+        left = time.monotonic()
+        children = [actor.diagnostics() for actor in accounts.actors]
+        Path(report).write_text(f"{end} {left} {children}")
 
 
 if __name__ == "__main__":
