@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -47,7 +48,7 @@ from llamatrio.child.launch import Kind
 from llamatrio.outcomes import Cancelled, Failed, Finished
 from llamatrio.session.base import Backend
 from llamatrio.testing import fakechild
-from llamatrio.testing.parrot import Parrot, write_parrot
+from llamatrio.testing.parrot import Parrot
 
 if sys.platform != "linux":
     pytest.skip("looks at /proc", allow_module_level=True)
@@ -154,7 +155,7 @@ async def test_a_bad_model_file_fails_the_start_until_it_is_mended(
             assert reason in str(error)
             if path.is_dir():
                 path.rmdir()
-            write_parrot(path, parrot.text)
+            shutil.copyfile(parrot.path, path)
             await answer(provider, parrot.text)
             assert provider.failure is None
 
@@ -194,7 +195,7 @@ async def test_a_truncated_model_fails_the_start_until_it_is_mended(
             assert error.exit is not None
             assert error.exit.headline
             assert error.exit.headline in str(error)
-            write_parrot(path, parrot.text)
+            shutil.copyfile(parrot.path, path)
             await answer(provider, parrot.text)
             assert provider.failure is None
 

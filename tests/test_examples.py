@@ -100,6 +100,7 @@ def test_stop_start_keeps_the_model_and_its_cache(parrot: Parrot) -> None:
     assert loads == "loads: 1"
 
 
+@pytest.mark.slow
 def test_cancel_shows_who_and_where(endless: Parrot) -> None:
     output = run("cancel.py", endless.path)
     who = dict(line.split(":", 1) for line in output.splitlines())
@@ -111,6 +112,7 @@ def test_cancel_shows_who_and_where(endless: Parrot) -> None:
     assert who["residency"].strip() == "resident"
 
 
+@pytest.mark.slow
 def test_recover_goes_on_where_the_answer_broke_off(models: Path) -> None:
     parrot = write_parrot(
         models / "storyteller.gguf", loop=True, listens=True, layers=4, feed_forward=2048

@@ -234,7 +234,7 @@ def cost_of_a_turn(waiting: int, levels: int) -> float:
     return (time.perf_counter() - began) / waiting
 
 
-@pytest.mark.parametrize("levels", [1, 5])
+@pytest.mark.parametrize("levels", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_a_turn_costs_the_same_however_many_wait(levels: int) -> None:
     few = min(cost_of_a_turn(100, levels) for _ in range(20))
     many = min(cost_of_a_turn(100_000, levels) for _ in range(2))
