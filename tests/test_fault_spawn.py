@@ -74,12 +74,17 @@ async def interrupt(rng: random.Random) -> tuple[int, int]:
     assert process.stdout is not None
     assert process.stderr is not None
     async with process.stdout, process.stderr:
-        assert await process.stdout.receive_some() == b"imported\n"
-        await trio.sleep(rng.uniform(0, 0.15))
-        process.send_signal(signal.SIGINT)
-        said = b"".join([bytes(chunk) async for chunk in process.stderr])
-        counts = (await process.stdout.receive_some()).split()
-        await process.wait()
+        try:
+            assert await process.stdout.receive_some() == b"imported\n"
+            await trio.sleep(rng.uniform(0, 0.15))
+            process.send_signal(signal.SIGINT)
+            said = b"".join([bytes(chunk) async for chunk in process.stderr])
+            counts = (await process.stdout.receive_some()).split()
+            await process.wait()
+        finally:
+            process.kill()
+            with trio.move_on_after(10, shield=True):
+                await process.wait()
     assert b"KeyboardInterrupt" in said, said.decode()
     assert processes_with(mark) == []
     spawned, ended = map(int, counts)
