@@ -43,6 +43,7 @@ def hosted(
     socket: Path,
     *options: str,
     wrapper: Sequence[str] = (),
+    stdin: int = subprocess.PIPE,
     stderr: int = subprocess.DEVNULL,
     **environ: str,
 ) -> Generator[subprocess.Popen[bytes], None, None]:
@@ -51,7 +52,7 @@ def hosted(
     ours = {"PATH": os.environ["PATH"], "LLAMA_API_KEY": "x", "LLAMA_SERVER_ROUTER_PORT": "0"}
     with subprocess.Popen(
         [*wrapper, sys.executable, "-P", *options, HOST, settings],
-        stdin=subprocess.PIPE,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=stderr,
         env=ours | environ,
@@ -124,6 +125,16 @@ def test_only_the_end_of_stdin_is_obeyed_where_the_exit_line_is_not_to_the_lette
         wait_for(process, READY)
         tell(process, said)
         assert hang_up(process) == 1
+
+
+def test_a_terminal_on_stdin_that_hangs_up_is_its_end(parrot: Parrot, socket: Path) -> None:
+    # No signal tells of it where SIGHUP is ignored, as under nohup, or the terminal is another's.
+    terminal, stdin = os.openpty()
+    with hosted(parrot.path, socket, stdin=stdin) as process:
+        os.close(stdin)
+        wait_for(process, READY)
+        os.close(terminal)
+        assert process.wait(30) == 1
 
 
 def test_the_exit_line_is_obeyed_before_the_first_record(parrot: Parrot, socket: Path) -> None:

@@ -311,16 +311,24 @@ def _log(data: bytes) -> None:
 def obey_stdin(fd: int) -> None:
     """Leave at the exit line, with 0, or at the end of stdin, with 1.
 
-    Lines are held up to a bound, and only a line that is the exit line, to the letter, counts.
+    Lines are held up to a bound, and only a line that is the exit line, to the letter, counts. A
+    terminal that has hung up, or whatever else cannot be read any more, has come to its end.
     """
     line = b""
-    while data := os.read(fd, _CHUNK):
+    while data := _read(fd):
         *lines, rest = (line + data).split(b"\n")
         if any(one.removesuffix(b"\r") == EXIT_LINE for one in lines):
             os._exit(0)
         # A line over the bound is kept at just over it: it cannot become the exit line any more.
         line = rest[: LONGEST_LINE + 1]
     os._exit(1)
+
+
+def _read(fd: int) -> bytes:
+    try:
+        return os.read(fd, _CHUNK)
+    except OSError:
+        return b""
 
 
 def take_stdin() -> int:
