@@ -417,7 +417,8 @@ class _Exchange:
             end = {"index": 0, "content": "", "stop": True, "stop_type": "eos"}
             counts = {"tokens_predicted": pieces, "tokens_evaluated": 3}
             self.send_event({**end, **counts, "timings": timings})
-        self._connection.sendall(b"0\r\n\r\n")
+        with contextlib.suppress(ConnectionError):  # a client that has the mark may leave
+            self._connection.sendall(b"0\r\n\r\n")
 
     def send_event(self, document: Mapping[str, object]) -> None:
         self.send_line(_encode(document))
