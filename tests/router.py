@@ -41,13 +41,14 @@ class RouterDied(Exception):
     """It did so with this exit code."""
 
 
-@attrs.define(slots=False)
+@attrs.define
 class Router:
     """One router that runs."""
 
     process: subprocess.Popen[bytes]
     address: str
     directory: Path
+    _events: BinaryIO = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._listen()

@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -223,6 +224,21 @@ async def test_a_child_whose_records_are_all_on_stderr_is_never_ready() -> None:
 async def test_a_line_that_means_nothing_is_no_failure() -> None:
     report = await run_steps(r"O Using config /x\n", "S ready", "R")
     assert report.verdict == "pass", report.reasons
+
+
+@pytest.mark.slow
+async def test_a_stderr_that_closes_is_told_in_whatever_order_the_pipes_are_read() -> None:
+    async def hold_up_the_loop() -> None:
+        while True:
+            time.sleep(0.02)  # noqa: ASYNC251 - so that both pipes have something at once
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(hold_up_the_loop)
+        for _ in range(5):
+            report = await run_steps("C stderr", "S loading", "S ready", "R")
+            assert set(rules(report)) == {Rule.PIPE, Rule.MERGED}, report.reasons
+        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.slow

@@ -137,6 +137,19 @@ def test_a_terminal_on_stdin_that_hangs_up_is_its_end(parrot: Parrot, socket: Pa
         assert process.wait(30) == 1
 
 
+def test_the_exit_line_is_obeyed_on_a_stdin_that_does_not_block(
+    parrot: Parrot, socket: Path
+) -> None:
+    stdin, ours = os.pipe()
+    os.set_blocking(stdin, False)
+    with hosted(parrot.path, socket, stdin=stdin) as process:
+        os.close(stdin)
+        wait_for(process, READY)
+        os.write(ours, EXIT + b"\n")
+        assert process.wait(30) == 0
+    os.close(ours)
+
+
 def test_the_exit_line_is_obeyed_before_the_first_record(parrot: Parrot, socket: Path) -> None:
     with hosted(parrot.path, socket) as process:
         tell(process, EXIT + b"\n")

@@ -181,6 +181,7 @@ class Interrupted:
       returncode: Its exit code.
       lived: Seconds from the moment from which the delay was counted.
       left: Seconds from the Ctrl-C until its block was left.
+      ended: Seconds from the Ctrl-C until it had ended itself.
       report: What it says of its child.
     """
 
@@ -188,6 +189,7 @@ class Interrupted:
     returncode: int
     lived: float
     left: float
+    ended: float
     report: str
 
 
@@ -248,7 +250,14 @@ async def interrupt_cycle(
     assert process.returncode is not None
     told = report.read_text()
     left = float(told.split()[1]) if told else after  # it may not have come to the block
-    return Interrupted(output.decode(), process.returncode, after - began, left - pressed, told)
+    return Interrupted(
+        output.decode(),
+        process.returncode,
+        lived=after - began,
+        left=left - pressed,
+        ended=after - pressed,
+        report=told,
+    )
 
 
 async def interrupt_cycles(
@@ -278,6 +287,7 @@ async def interrupt_cycles(
         else:
             ends["bare"] += 1
             times.add(end.left)
+            assert end.ended < NOISE * PROMISED
             assert end.returncode in (-signal.SIGINT, 128 + signal.SIGINT), end.output
             assert end.output.rstrip().endswith("KeyboardInterrupt"), end.output
             assert "Group" not in end.output, end.output

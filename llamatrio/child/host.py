@@ -161,7 +161,7 @@ class StatePort:
             try:
                 return os.write(fd, data)
             except BlockingIOError:  # somebody has made the pipe non-blocking
-                _wait_until_writable(fd)
+                _wait_until(fd, writable=True)
 
     def _abandon(self) -> None:
         # Without the lock, whose state a fork cannot know. What is still open would keep the reader
@@ -204,7 +204,7 @@ if sys.platform == "win32":
     def _duplicate(fd: int) -> int:
         return os.dup(fd)  # not inheritable; `os.dup2` onto 1 also sets the standard handle
 
-    def _wait_until_writable(fd: int) -> None:
+    def _wait_until(fd: int, *, writable: bool) -> None:
         raise AssertionError(f"descriptor {fd}: a pipe that is made by a parent blocks")
 
 else:
@@ -214,12 +214,12 @@ else:
 
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1)  # where 0 is closed, not as 0
 
-    def _wait_until_writable(fd: int) -> None:
+    def _wait_until(fd: int, *, writable: bool) -> None:
         import select
 
-        room = select.poll()
-        room.register(fd, select.POLLOUT)
-        room.poll()
+        event = select.poll()
+        event.register(fd, select.POLLOUT if writable else select.POLLIN)
+        event.poll()
 
 
 def make_server(wheel: Any, params: Any, port: StatePort) -> Any:
@@ -325,10 +325,13 @@ def obey_stdin(fd: int) -> None:
 
 
 def _read(fd: int) -> bytes:
-    try:
-        return os.read(fd, _CHUNK)
-    except OSError:
-        return b""
+    while True:
+        try:
+            return os.read(fd, _CHUNK)
+        except BlockingIOError:  # another program may have left a terminal like that
+            _wait_until(fd, writable=False)
+        except OSError:
+            return b""
 
 
 def take_stdin() -> int:
